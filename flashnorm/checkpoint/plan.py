@@ -1,0 +1,63 @@
+"""What a fold does to the tensors on disk, as data. Planning and writing are separate: this is the seam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply a stored tensor along one axis. `factor`: fp32, 1-D, as long as that axis."""
+
+    axis: int
+    factor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Add `weight @ vector` to a stored bias: a norm's bias that moves into the next linear's.
+
+    `weight` names a stored matrix (out, in) as it stands in the *source*; `vector`: fp32, (in,).
+    """
+
+    weight: str
+    vector: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TensorEdit:
+    """The change of one stored tensor: scales and shifts in fp32 with one rounding, or a constant, or removal."""
+
+    scales: tuple[Scale, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+    fill: float | None = None  # the norm's weight at its identity (compatible mode), or its bias at zero
+    replace: torch.Tensor | None = field(default=None)  # a small tensor written as it is, cast to the stored dtype
+    remove: bool = False  # strict mode: the gain is not stored any more
+
+
+@dataclass(frozen=True)
+class FoldedSite:
+    """One folded norm as the manifest records it."""
+
+    norm: str
+    gain_tensor: str  # stored name of the norm's weight
+    bias_tensor: str | None
+    convention: str  # "plain" or "one-plus"
+    offset: float
+    # stored name -> the axis that was scaled and the gain index at each position (None: the identity map)
+    readers: dict[str, tuple[int, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class FoldPlan:
+    """Everything that a fold will do, before anything is written."""
+
+    edits: dict[str, TensorEdit]
+    additions: dict[str, str]  # new stored name -> stored name it is a copy of (an untied head), before its own edit
+    sites: tuple[FoldedSite, ...]
+    skipped: dict[str, str]  # norm -> reason
+    mode: str  # "compatible" or "strict"
+    untied: bool = False
+    config_changes: dict[tuple[str, ...], object] = field(default_factory=dict)  # path into config.json -> new value
