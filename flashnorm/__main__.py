@@ -1,0 +1,3 @@
+from flashnorm.cli.main import main
+
+main()
