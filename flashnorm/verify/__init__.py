@@ -1,0 +1,21 @@
+"""The battery: does the candidate compute what the reference computes, and how far is each from the exact answer?
+
+`flashnorm.verify` is this package and the public function at once: importing a submodule binds the package to that
+name, whatever `flashnorm` exports under it, so the package itself is made callable.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from flashnorm.verify.battery import verify
+
+        return verify(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

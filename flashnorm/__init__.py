@@ -1,0 +1,29 @@
+"""FlashNorm for any transformer: fold norm gains into the next weights, prove that nothing changed, run it fast.
+
+Public names load their room on first use, so that `import flashnorm` stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from flashnorm.version import __version__
+
+# Public name -> the module that defines it.
+_EXPORTS = {
+    "VerifyReport": "flashnorm.verify.report",
+    "verify": "flashnorm.verify.battery",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
