@@ -1,0 +1,160 @@
+"""Hollow models: the real structure of a model of any size, without its weights.
+
+Large parameters live on the meta device and hold no memory; small ones (norm gains, biases, convolutions) and all
+activations are real. An operation that mixes both gets its shape from the meta device and its values from a fixed pool
+of random numbers. So a 671B-parameter mixture of experts runs a few tokens on a laptop, and its data-dependent routing
+takes real decisions, which pure meta tensors could not.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_flatten, tree_map
+
+# Parameters above this many elements are hollow. Gains and biases of every known model lie far below it.
+REAL_LIMIT = 1 << 18
+
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.normal}
+_POOL_SIZE = 1 << 20
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Sends large factory calls to the meta device while a model is being constructed."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args)
+            if all(isinstance(n, int) for n in size) and math.prod(size) > REAL_LIMIT:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def hollow_construction() -> Iterator[None]:
+    """Inside, every newly constructed large tensor is hollow."""
+    with _LargeOnMeta(), torch.no_grad():
+        yield
+
+
+def hollow_copy(model: nn.Module) -> nn.Module:
+    """A structural copy of a live model whose large tensors are hollow; the model itself is not touched.
+
+    Small parameters and buffers keep their values, in float32 on the CPU.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in memo:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(_hollow_tensor(tensor.detach()), requires_grad=False)
+        else:
+            memo[id(tensor)] = _hollow_tensor(tensor)
+    return copy.deepcopy(model, memo).float().eval()
+
+
+def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() > REAL_LIMIT or tensor.device.type == "meta":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def settle_values(model: nn.Module) -> None:
+    """Give every real parameter finite values: constructors leave some of them uninitialised."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.device.type == "meta" or not parameter.is_floating_point():
+            continue
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+        else:
+            parameter.data.nan_to_num_(0.0, 0.0, 0.0).clamp_(-100.0, 100.0)
+
+
+class HollowMode(TorchDispatchMode):
+    """Runs operations over a mixture of real and hollow tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool = torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(0))
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`; a result that any real activation had a part in is real."""
+        if not tree_any(is_hollow, (args, kwargs)):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # a value read off a hollow weight: nothing in a model's structure may depend on it
+        tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        if all(is_hollow(t) for t in tensors) or _gathers_weight(func, args):
+            return func(*_to_meta(args), **_to_meta(kwargs))
+        written = _written_arguments(func, args, kwargs)
+        result = func(*_to_meta(args), **_to_meta(kwargs))
+        for target in written:
+            if not is_hollow(target):
+                target.copy_(self._values(target))
+        if written:
+            return written[0] if len(written) == 1 else tuple(written)
+        return tree_map(lambda t: self._values(t) if isinstance(t, torch.Tensor) else t, result)
+
+    def _values(self, like: torch.Tensor) -> torch.Tensor:
+        """A real tensor of the shape and dtype of `like`, filled from the pool."""
+        if not like.is_floating_point():
+            return torch.zeros(like.shape, dtype=like.dtype)
+        count = like.numel()
+        self._next = (self._next + 7919) % (_POOL_SIZE // 2)
+        if count <= _POOL_SIZE - self._next:
+            values = self._pool[self._next : self._next + count]
+        else:
+            values = self._pool.repeat(-(-count // _POOL_SIZE))[:count]
+        return values.clone().view(like.shape).to(like.dtype)
+
+
+def is_hollow(value: Any) -> bool:
+    """True for a tensor without memory behind it."""
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _gathers_weight(func: Any, args: tuple[Any, ...]) -> bool:
+    """Picking rows of a hollow weight by a real index gives a hollow weight, except for embeddings."""
+    return func.overloadpacket in _GATHERS and is_hollow(args[0])
+
+
+_GATHERS = {torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.select}
+
+
+def _to_meta(value: Any) -> Any:
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+            return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    return tree_map(move, value)
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that `func` writes into, by its schema."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if isinstance(value, torch.Tensor):
+            written.append(value)
+    return written

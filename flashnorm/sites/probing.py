@@ -1,0 +1,232 @@
+"""Decides by experiment whether a module is a norm, and how it turns its weight into a gain.
+
+Nothing is inferred from class names or from the values of the weights: a copy of the module is run on known inputs
+with known weights, in float64, and its answers are compared with what a norm would say.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from flashnorm.sites.types import EpsilonPlacement, GainConvention, MultiplyOrder
+
+_ROWS = 4
+_SILU_ONE = 1.2784645427610738  # silu of this is 1, so that a SiLU gate is neutral
+
+
+@dataclass(frozen=True)
+class NormProbe:
+    """What the experiment found."""
+
+    convention: GainConvention
+    weight: str | None  # own parameter name of the gain
+    bias: str | None
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Could this module be a norm at all? It owns at most a small gain and a bias, and no submodule with weights."""
+    own = dict(module.named_parameters(recurse=False))
+    below = sum(1 for _ in module.parameters())
+    return below == len(own) <= 2 and all(0 < p.ndim <= 2 and p.is_floating_point() for p in own.values())
+
+
+def probe(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> NormProbe | None:
+    """Run the experiment on a copy of `module`, with inputs shaped like the call `module(*args, **kwargs)`.
+
+    Returns None when the module is not a norm over its last dimension(s).
+    """
+    experiment = _Experiment.prepare(module, args, kwargs)
+    if experiment is None:
+        return None
+    try:
+        return _conclude(experiment)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+        return None  # it does not accept a norm's inputs, so it is not one
+
+
+class _Experiment:
+    """A copy of the module in float64 with settable parameters and inputs."""
+
+    def __init__(self, module: nn.Module, call: Callable[[nn.Module, torch.Tensor, float], Any], width: int):
+        self.module = module
+        self.parameters = dict(module.named_parameters(recurse=False))
+        self.width = width
+        self._call = call
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator)
+        self.gain = torch.rand(width, dtype=torch.float64, generator=generator) + 0.5
+
+    @classmethod
+    def prepare(cls, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> _Experiment | None:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        if not tensors or tensors[0].ndim == 0:
+            return None
+        shape = tensors[0].shape
+        own = list(module.parameters(recurse=False))
+        trailing = own[0].shape if own else shape[-1:]
+        if any(p.shape != trailing for p in own) or shape[len(shape) - len(trailing) :] != trailing:
+            return None
+        lead = (1,) * (len(shape) - len(trailing))
+
+        def call(copied: nn.Module, rows: torch.Tensor, gate: float) -> Any:
+            return torch.stack([run(copied, row.view(*lead, *trailing), gate).reshape(-1) for row in rows])
+
+        def run(copied: nn.Module, x: torch.Tensor, gate: float) -> torch.Tensor:
+            first = True
+
+            def substitute(leaf: Any) -> Any:
+                nonlocal first
+                if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+                    return leaf
+                value = x if first else torch.full_like(x, gate)
+                first = False
+                return value
+
+            out = copied(*tree_map(substitute, tuple(args)), **tree_map(substitute, dict(kwargs)))
+            if not isinstance(out, torch.Tensor) or out.numel() != x.numel():
+                raise ValueError("not one tensor of the input's shape")
+            return out
+
+        return cls(copy.deepcopy(module).to("cpu", torch.float64), call, trailing.numel())
+
+    def run(
+        self, x: torch.Tensor, dtype: torch.dtype = torch.float64, gate: float = _SILU_ONE, **values: Any
+    ) -> torch.Tensor:
+        """Outputs (rows, width) for inputs (rows, width), with the named parameters set to the given values."""
+        self.module.to(dtype)
+        with torch.no_grad():
+            for name, value in values.items():
+                parameter = self.parameters[name]
+                parameter.copy_(torch.as_tensor(value, dtype=dtype).expand(self.width).reshape(parameter.shape))
+            return self._call(self.module, x.to(dtype), gate).to(torch.float64)
+
+
+def _conclude(e: _Experiment) -> NormProbe | None:
+    roles = _find_roles(e)
+    if roles is None:
+        return None
+    gain_name, bias_name, offset = roles
+    neutral = {gain_name: 1.0 - offset} if gain_name else {}
+    if bias_name:
+        neutral[bias_name] = 0.0
+
+    def core(x: torch.Tensor) -> torch.Tensor:
+        return e.run(x, **neutral)
+
+    if not _ignores_scale(core, e.x):
+        return None
+    gated = not torch.allclose(e.run(e.x, gate=0.3, **neutral), e.run(e.x, gate=1.7, **neutral), rtol=1e-6, atol=0)
+    eps, placement = _find_epsilon(core, e.x)
+    convention = GainConvention(
+        offset=offset,
+        eps=eps,
+        eps_placement=placement,
+        subtracts_mean=_subtracts_mean(core, e.x),
+        has_bias=bias_name is not None,
+        multiply=_multiply_order(e, gain_name, neutral, offset) if gain_name else "unknown",
+        group_size=_group_size(core, e.x),
+        gated=gated,
+    )
+    return NormProbe(convention, gain_name, bias_name)
+
+
+def _find_roles(e: _Experiment) -> tuple[str | None, str | None, float] | None:
+    """Which parameter is the gain, which the bias, and the offset in gain = offset + weight."""
+    if not e.parameters:
+        return None, None, 0.0
+    zero = dict.fromkeys(e.parameters, 0.0)
+    base = e.run(e.x, **zero)
+    gain_name, bias_name = None, None
+    for name in e.parameters:
+        effect = e.run(e.x, **{**zero, name: e.gain}) - base
+        if torch.allclose(effect, e.gain.expand_as(effect), rtol=1e-5, atol=1e-6):
+            bias_name = name
+        else:
+            gain_name = name
+    if gain_name is None or (len(e.parameters) == 2 and bias_name is None):
+        return None
+    one, two = e.run(e.x, **{**zero, gain_name: 1.0}), e.run(e.x, **{**zero, gain_name: 2.0})
+    core = two - one
+    offset = ((base * core).sum() / (core * core).sum()).item()
+    offset = float(f"{offset:.5g}") + 0.0
+    scale = core.abs().max()
+    expected = (offset + e.gain) * core
+    measured = e.run(e.x, **{**zero, gain_name: e.gain})
+    affine = (measured - expected).abs().max() <= 1e-5 * scale and (base - offset * core).abs().max() <= 1e-5 * scale
+    return (gain_name, bias_name, 0.0 if abs(offset) < 1e-5 else offset) if affine and scale > 0 else None
+
+
+def _ignores_scale(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
+    """A norm gives the same answer for x and 4x, and a different one for a different direction."""
+    near, far, other = core(1e3 * x), core(4e3 * x), core(1e3 * x.flip(0))
+    size = near.abs().max()
+    if not torch.isfinite(near).all() or size == 0:
+        return False
+    # `-x` gives the opposite: tells a norm from the sign-free or saturating functions that also ignore scale.
+    odd = (core(-1e3 * x) + near).abs().max() <= 1e-4 * size
+    graded = torch.corrcoef(torch.stack([near.flatten(), x.flatten()]))[0, 1] > 0.9
+    return bool((near - far).abs().max() <= 1e-4 * size and (near - other).abs().max() > 1e-2 * size and odd and graded)
+
+
+def _subtracts_mean(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
+    return bool((core(x + 1.0) - core(x)).abs().max() <= 1e-3 * core(x).abs().max())
+
+
+def _group_size(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+    """How many channels share one RMS: change one channel, count the channels that answer."""
+    changed = x.clone()
+    changed[:, 0] = 10.0 * changed[:, 0].sign() * (1 + changed[:, 0].abs())
+    moved = ((core(changed) - core(x)).abs() > 1e-9).any(0)
+    return int(moved.nonzero().max().item()) + 1 if moved.any() else x.shape[1]
+
+
+def _find_epsilon(
+    core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[float, EpsilonPlacement]:
+    """Read the denominator D(a) off the answers to inputs of RMS a.
+
+    Inside the square root D = sqrt(a^2 + eps), outside D = a + eps, as a clamp D = max(a, eps). At a -> 0 this gives
+    D(0); at a = D(0) the answer is 1/sqrt(2), 1/2 or 1 of the unit answer.
+    """
+    unit = x - x.mean(-1, keepdim=True)
+    unit = unit / unit.pow(2).mean(-1, keepdim=True).sqrt()
+
+    def level(a: float) -> float:
+        return core(a * unit).pow(2).mean().sqrt().item()
+
+    full = level(1e4)
+    tiny = 1e-12
+    at_tiny = level(tiny) / full
+    if at_tiny > 0.5:
+        return 0.0, "none"
+    if at_tiny == 0.0:
+        return float("nan"), "none"
+    bottom = tiny / at_tiny
+    at_bottom = level(bottom) / full
+    placements: list[tuple[float, EpsilonPlacement]] = [(0.5**0.5, "inside_sqrt"), (0.5, "outside_sqrt"), (1.0, "clamp")]
+    placement = min(placements, key=lambda p: abs(p[0] - at_bottom))[1]
+    eps = bottom**2 if placement == "inside_sqrt" else bottom
+    return float(f"{eps:.5g}"), placement
+
+
+def _multiply_order(e: _Experiment, gain_name: str, neutral: dict[str, Any], offset: float) -> MultiplyOrder:
+    """Compare bitwise, in bfloat16, with both orders of the multiply and the cast."""
+    x = e.x.to(torch.bfloat16).to(torch.float64)
+    weight = (e.gain - offset).to(torch.bfloat16)
+    normed = e.run(x, torch.float32, **neutral).to(torch.float32)
+    measured = e.run(x, torch.bfloat16, **{**neutral, gain_name: weight}).to(torch.bfloat16)
+    after = normed.to(torch.bfloat16) * (offset + weight)
+    before = (normed * (offset + weight.float())).to(torch.bfloat16)
+    agreement = {"after_cast": (measured == after), "before_cast": (measured == before)}
+    shares = {order: same.double().mean().item() for order, same in agreement.items()}
+    best = max(shares, key=lambda order: shares[order])
+    if shares[best] < 0.99:
+        return "unknown"
+    return "after_cast" if best == "after_cast" else "before_cast"
