@@ -1,0 +1,39 @@
+"""Which types the zoo holds, and why the others are missing."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.zoo.families import CannotBuild, model_types
+from tests.zoo.inputs import forward_inputs, logits
+from tests.zoo.models import tiny_model
+from tests.zoo.quirks import NOT_BUILDABLE
+
+
+def build_report(family: str) -> dict[str, str]:
+    """Model type to "ok", or to the reason why it cannot be built or run."""
+    return {model_type: state_of(family, model_type) for model_type in model_types(family)}
+
+
+def state_of(family: str, model_type: str) -> str:
+    """One line of the report: builds the tiny model and runs it."""
+    if (reason := NOT_BUILDABLE.get((family, model_type))) is not None:
+        return reason
+    try:
+        model = tiny_model(family, model_type)
+        return _check(model, family)
+    except CannotBuild as error:
+        return str(error)
+    except Exception as error:  # the report's purpose: whatever a model raises is its reason
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _check(model: torch.nn.Module, family: str) -> str:
+    inputs = forward_inputs(model, family)
+    before = logits(model, inputs)
+    other = {k: v.flip(-1) if k.endswith("input_ids") else v for k, v in inputs.items()}
+    if not torch.isfinite(before).all():
+        return "the logits are not finite"
+    if torch.allclose(before, logits(model, other)):
+        return "the logits do not depend on the input"
+    return "ok"
