@@ -1,0 +1,54 @@
+"""Folders and files that are not a Transformers checkpoint in safetensors, each with the way to make one of it."""
+
+from __future__ import annotations
+
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+
+from flashnorm.errors import CheckpointError
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+# Weights that no part of this project reads or writes; beside safetensors they are a second copy of the same model.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt*", "consolidated*")
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise `CheckpointError` unless `folder` is a folder that may hold a safetensors checkpoint of a whole model."""
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist; give a checkpoint folder (download a model before folding it)")
+    if folder.is_file():
+        if folder.suffix == ".gguf":
+            raise CheckpointError(f"{folder} is a GGUF file; import it first with `flashnorm import-gguf`")
+        raise CheckpointError(f"{folder} is a file; give the checkpoint folder that it lies in")
+    try:
+        names = os.listdir(folder)
+    except PermissionError:
+        raise CheckpointError(f"{folder} cannot be read: permission denied; ask for read access to it") from None
+    if any(name in _ADAPTER_FILES for name in names):
+        raise CheckpointError(
+            f"{folder} holds a LoRA adapter, not a model; fold its base, then translate it with `flashnorm lora`"
+        )
+    if not any(".safetensors" in name for name in names):
+        _refuse_other_weights(folder, names)
+
+
+def other_weights(files: tuple[str, ...]) -> list[str]:
+    """Files of the folder that hold weights in a format that this project copies but does not change."""
+    return [name for name in files if any(fnmatch(Path(name).name, pattern) for pattern in _OTHER_WEIGHTS)]
+
+
+def _refuse_other_weights(folder: Path, names: list[str]) -> None:
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        raise CheckpointError(f"{folder} holds a GGUF file, {gguf[0]!r}; import it first with `flashnorm import-gguf`")
+    torch_files = [name for name in names if fnmatch(name, "*.bin") or fnmatch(name, "*.bin.index.json")]
+    if torch_files:
+        raise CheckpointError(
+            f"{folder} has weights as .bin files only, which are programs as much as data; convert them once with "
+            f"`AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained(NEW_FOLDER)`, "
+            "copy the tokenizer files, and give NEW_FOLDER"
+        )
+    others = other_weights(tuple(names))
+    if others:
+        raise CheckpointError(f"{folder} has {others[0]!r} but no safetensors weights; convert it to safetensors first")
