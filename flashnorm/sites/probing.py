@@ -94,7 +94,7 @@ class _Experiment:
                 raise ValueError("not one tensor of the input's shape")
             return out
 
-        return cls(copy.deepcopy(module).to("cpu", torch.float64), call, trailing.numel())
+        return cls(_bare_copy(module).to("cpu", torch.float64), call, trailing.numel())
 
     def run(
         self, x: torch.Tensor, dtype: torch.dtype = torch.float64, gate: float = _SILU_ONE, **values: Any
@@ -106,6 +106,15 @@ class _Experiment:
                 parameter = self.parameters[name]
                 parameter.copy_(torch.as_tensor(value, dtype=dtype).expand(self.width).reshape(parameter.shape))
             return self._call(self.module, x.to(dtype), gate).to(torch.float64)
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """A copy without the hooks that others hung on the module."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return copied
 
 
 def _conclude(e: _Experiment) -> NormProbe | None:
@@ -123,7 +132,8 @@ def _conclude(e: _Experiment) -> NormProbe | None:
     if not _ignores_scale(core, e.x):
         return None
     gated = not torch.allclose(e.run(e.x, gate=0.3, **neutral), e.run(e.x, gate=1.7, **neutral), rtol=1e-6, atol=0)
-    eps, placement = _find_epsilon(core, e.x)
+    # In float32, not float64: a module without an epsilon of its own takes that of the dtype it computes in.
+    eps, placement = _find_epsilon(lambda x: e.run(x, torch.float32, **neutral), e.x)
     convention = GainConvention(
         offset=offset,
         eps=eps,

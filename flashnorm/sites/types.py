@@ -78,6 +78,7 @@ class Site:
     convention: GainConvention | None  # None when the trace never reached the module, so it was never probed
     consumers: tuple[Consumer, ...]
     blockers: tuple[Blocker, ...]
+    shared_with: tuple[str, ...] = ()  # other norm modules that use the same gain parameter
 
     @property
     def foldable(self) -> bool:

@@ -1,0 +1,138 @@
+"""Turns what a trace recorded into sites: readers that can take a gain, and blockers that forbid it."""
+
+from __future__ import annotations
+
+import torch
+
+from flashnorm.sites.tracing import Trace
+from flashnorm.sites.types import Blocker, Consumer, Site
+from flashnorm.sites.weights import Usage
+
+
+def assemble(trace: Trace) -> list[Site]:
+    """All norms of the traced model in the order of its modules, with readers and blockers."""
+    order = [name for name, _ in trace.model.named_modules() if name in trace.probes]
+    return [_site(trace, norm) for norm in order if trace.gain_of[norm] == norm]
+
+
+def _site(trace: Trace, norm: str) -> Site:
+    found = trace.probes[norm]
+    sharers = tuple(other for other, owner in trace.gain_of.items() if owner == norm and other != norm)
+    blockers = list(trace.blockers.get(norm, []))
+    if any(trace.probes[other].convention != found.convention for other in sharers):
+        blockers.append(Blocker("shared", "", norm, f"its gain is shared with {sharers[0]}, which uses it differently"))
+    consumers = []
+    for weight, usage in _readers(trace, norm).items():
+        problem = _problem(trace, weight, usage)
+        if problem is not None:
+            blockers.append(problem)
+        else:
+            consumers.append(_consumer(trace, norm, weight, usage))
+    own = trace.model.get_submodule(norm)
+    gain = own.get_parameter(found.weight) if found.weight else None
+    prefix = f"{norm}." if norm else ""
+    if found.weight:
+        blockers += _own_weight_problems(trace, norm, prefix + found.weight)
+    if not consumers and not blockers and found.weight:
+        blockers.append(Blocker("unread", "", norm, "nothing that the model computes reads its output"))
+    blockers += _unseen(trace, norm, consumers)
+    return Site(
+        norm=norm,
+        weight=prefix + found.weight if found.weight else None,
+        bias=prefix + found.bias if found.bias else None,
+        width=gain.numel() if gain is not None else 0,
+        convention=found.convention,
+        consumers=tuple(consumers),
+        blockers=tuple(dict.fromkeys(blockers)),
+        shared_with=sharers,
+    )
+
+
+def _readers(trace: Trace, norm: str) -> dict[str, Usage]:
+    """Every weight that meets one of the norm's channels."""
+    if trace.probes[norm].weight is None:
+        return {}
+    return {
+        name: usage
+        for name, usage in trace.ledger.usage.items()
+        if any((codes > 0).any() and norm in trace.numbering.norms_in(codes) for codes in usage.codes.values())
+    }
+
+
+def _problem(trace: Trace, weight: str, usage: Usage) -> Blocker | None:
+    """Why scaling this weight would change something else as well."""
+    reading = usage.reads[0].where if usage.reads else ""
+    others = [(op, where) for op, where in usage.others if op != "bias"]
+    if others:
+        op, where = others[0]
+        aliases = trace.ledger.aliases[weight]
+        if len(aliases) > 1 and op == "embedding":
+            detail = f"its reader {aliases[-1]} is tied to {aliases[0]}, the input embedding"
+            return Blocker("tied", op, where, detail, remedy="--untie")
+        return Blocker("shared", op, where, f"its reader {weight} is also used by {op} [{where}]")
+    if usage.conflict is not None:
+        return Blocker("shared", "", reading, f"its reader {weight} cannot be scaled: {usage.conflict}")
+    if len(usage.codes) > 1:
+        return Blocker("shared", "", reading, f"its reader {weight} is read along two different axes")
+    return None
+
+
+def _consumer(trace: Trace, norm: str, weight: str, usage: Usage) -> Consumer:
+    ((axis, codes),) = usage.codes.items()
+    channels = trace.numbering.channels_of(norm, codes)
+    identity = torch.arange(len(channels)).equal(channels)
+    read = usage.reads[0]
+    biases = {r.bias for r in usage.reads}
+    bias = read.bias if len(biases) == 1 else None
+    movable = (
+        bias is not None
+        and all(r.pure for r in usage.reads)
+        and bool(((codes > 0) & (channels >= 0)).all())
+        and usage.shape[axis] == len(codes)
+        and len(usage.shape) == 2
+        and len(trace.ledger.usage[bias].others) == 1
+    )
+    return Consumer(weight, axis, read.op, read.where, bias, movable, None if identity else channels)
+
+
+def _own_weight_problems(trace: Trace, norm: str, weight: str) -> list[Blocker]:
+    """The gain itself must belong to this norm alone, and be used by nothing but the norm."""
+    name = next((n for n, aliases in trace.ledger.aliases.items() if weight in aliases), weight)
+    usage = trace.ledger.usage[name]
+    problems = []
+    if usage.others or usage.reads:
+        op, where = (usage.others or [(usage.reads[0].op, usage.reads[0].where)])[0]
+        problems.append(Blocker("shared", op, where, f"its gain is also used outside of the norm by {op} [{where}]"))
+    return problems
+
+
+def _unseen(trace: Trace, norm: str, consumers: list[Consumer]) -> list[Blocker]:
+    """A weight that no run touched might read the norm as well: refuse where it could be in the norm's reach."""
+    if not consumers:
+        return []
+    scope = _common_module([norm, *(c.weight for c in consumers)])
+    inside_norms = tuple(f"{n}." for n in trace.probes)
+    for name, usage in trace.ledger.usage.items():
+        if usage.used or len(usage.shape) < 2 or name.startswith(inside_norms):
+            continue
+        if name.startswith(scope) and trace.probes and _width(trace, norm) in usage.shape:
+            detail = f"{name} was not reached by the trace and may be a reader too"
+            return [Blocker("unseen", "", name, detail)]
+    return []
+
+
+def _width(trace: Trace, norm: str) -> int:
+    weight = trace.probes[norm].weight
+    return trace.model.get_submodule(norm).get_parameter(weight).numel() if weight else 0
+
+
+def _common_module(names: list[str]) -> str:
+    """The longest dotted prefix that all names share, with its dot; empty for the whole model."""
+    split = [name.split(".") for name in names]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common) + "." if common else ""
+

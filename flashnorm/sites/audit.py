@@ -1,0 +1,62 @@
+"""`flashnorm.audit`: every norm of a model, how it works, who reads it, and what stands in the way of folding it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flashnorm.sites.assemble import assemble
+from flashnorm.sites.hollow import hollow_copy
+from flashnorm.sites.inputs import trace_runs
+from flashnorm.sites.tracing import Trace, trace
+from flashnorm.sites.types import Site
+
+# Longer and longer inputs, until every expert of a mixture has been seen reading.
+_TOKEN_LADDER = (6, 64, 512)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The sites of one model, in the order of its modules."""
+
+    model_type: str
+    sites: tuple[Site, ...]
+
+    @property
+    def foldable(self) -> list[Site]:
+        """Sites whose gain can be folded into all of their readers."""
+        return [site for site in self.sites if site.foldable]
+
+    @property
+    def blocked(self) -> list[Site]:
+        """Sites with a gain that cannot be folded."""
+        return [site for site in self.sites if not site.foldable and site.weight is not None]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Norm name -> why it is not folded."""
+        return {site.norm: site.reason for site in self.sites if not site.foldable}
+
+
+def audit(model: nn.Module, *, inputs: dict[str, Any] | None = None) -> AuditReport:
+    """Audit a live model. `inputs`: keyword arguments of one forward call, for models that take unusual ones."""
+    hollow = hollow_copy(model)
+    return report_of(hollow, trace_fully(hollow, inputs))
+
+
+def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trace:
+    """Trace with as few tokens as it takes until no blocker comes from a weight that was not reached."""
+    if inputs is not None:
+        return trace(hollow, [inputs])
+    for tokens in _TOKEN_LADDER:
+        record = trace(hollow, trace_runs(hollow, tokens))
+        if not any(b.kind == "unseen" for site in assemble(record) for b in site.blockers):
+            break
+    return record
+
+
+def report_of(hollow: nn.Module, record: Trace) -> AuditReport:
+    config = getattr(hollow, "config", None)
+    return AuditReport(getattr(config, "model_type", type(hollow).__name__), tuple(assemble(record)))

@@ -1,0 +1,364 @@
+"""What each kind of operation does to a gain that multiplies its input.
+
+With a tensor T = g * T0 (g varies along some of T's dimensions), an operation either moves elements (the gain moves
+with them), scales or adds (the gain stays), contracts (the gain goes into the weight), or does something through which
+no gain passes. Everything that is not listed here is of the last kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from flashnorm.sites.shadow import PLAIN, ZERO, Conflict, added, constant_along, impure, tagged
+from flashnorm.sites.weights import Located, Read
+
+
+class Blocked(Exception):
+    """No gain passes through this operation. Carries the kind of obstacle and a sentence about it."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind = kind
+
+
+class Context(Protocol):
+    """What the rules need to know of the running trace."""
+
+    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+
+    def locate(self, tensor: torch.Tensor) -> Located | None: ...
+
+    def read(self, located: Located, dim: int, codes: torch.Tensor, read: Read) -> bool: ...
+
+    def read_as(self, op: str, bias: torch.Tensor | None, pure: bool) -> Read: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One executed operation. `result` is what it returned."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    context: Context
+
+    def codes(self, position: int) -> torch.Tensor:
+        """The shadow of a tensor argument, all plain when it has none; a Python number is plain data or zero."""
+        return self.codes_of(self.args[position])
+
+    def codes_of(self, value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(ZERO if value == 0 else PLAIN, dtype=torch.int32)
+        shadow = self.context.shadow(value)
+        return torch.zeros((), dtype=torch.int32).expand(value.shape) if shadow is None else shadow
+
+
+Rule = Callable[[Call], Any]  # -> shadow(s) of the result(s): a tensor, a list of tensors, or None for plain data
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+# --- moving elements: run the same operation on the shadow ------------------------------------------------------------
+
+
+@rule("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "dropout", "view_copy")
+def same_elements(call: Call) -> Any:
+    codes = call.codes(0)
+    return codes.reshape(call.result.shape) if isinstance(call.result, torch.Tensor) else codes
+
+
+@rule(
+    "cat", "stack", "index", "index_select", "gather", "repeat", "roll", "flip", "tril", "triu", "take", "masked_select",
+    "expand_copy", "slice_scatter", "select_scatter", "scatter", "index_copy", "repeat_interleave", "where", "unfold",
+    "index_put", "reflection_pad1d", "replication_pad1d", "split_with_sizes_copy", "unbind_copy", "copy",
+)  # fmt: skip
+def moved(call: Call) -> Any:
+    data_positions = {"where": (1, 2), "scatter": (0, 3), "index_put": (0, 2), "index_copy": (0, 3)}
+    name = call.func.overloadpacket.__name__.rstrip("_")
+    positions = data_positions.get(name)
+    if name == "index_put" and (call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)):
+        return _accumulated(call, call.codes(0), call.codes(2))
+    if name == "copy":
+        return call.codes(1).expand(call.args[0].shape)
+
+    def substitute(value: Any) -> Any:
+        return tree_map(lambda leaf: call.codes_of(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+    if positions is None:
+        # Every floating tensor is data; integer tensors are indices and stay what they are.
+        args = [
+            tree_map(
+                lambda leaf: call.codes_of(leaf).clone()
+                if isinstance(leaf, torch.Tensor) and _is_data(call, leaf)
+                else leaf,
+                a,
+            )
+            for a in call.args
+        ]
+    else:
+        args = [
+            (substitute(a) if isinstance(a, torch.Tensor) else call.codes_of(a).item()) if i in positions else a
+            for i, a in enumerate(call.args)
+        ]
+        if name == "where":
+            args[1:3] = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.int32) for a in args[1:3]]
+    return call.func(*args, **{k: v for k, v in call.kwargs.items() if k not in ("dtype", "device", "layout")})
+
+
+def _is_data(call: Call, leaf: torch.Tensor) -> bool:
+    return leaf.is_floating_point() or call.context.shadow(leaf) is not None or leaf is call.args[0]
+
+
+@rule("constant_pad_nd", "masked_fill", "fill")
+def filled(call: Call) -> Any:
+    value = call.args[2] if len(call.args) > 2 else call.kwargs.get("value", 0)
+    name = call.func.overloadpacket.__name__.rstrip("_")
+    if name == "fill":
+        return call.codes_of(_number(call.args[1])).expand(call.args[0].shape)
+    code = int(call.codes_of(_number(value)))
+    if name == "masked_fill":
+        return call.codes(0).expand(call.result.shape).masked_fill(call.args[1], code)
+    return torch.constant_pad_nd(call.codes(0), call.args[1], code)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta" else value
+
+
+@rule("zeros", "new_zeros", "zeros_like", "zero")
+def zeros(call: Call) -> Any:
+    return torch.full(call.result.shape, ZERO, dtype=torch.int32)
+
+
+# --- scaling and adding -----------------------------------------------------------------------------------------------
+
+
+@rule("mul")
+def multiplied(call: Call) -> Any:
+    a, b = torch.broadcast_tensors(call.codes(0), call.codes(1))
+    if ((a > 0) & (b > 0)).any():
+        raise Blocked("second-tensor", "it is multiplied by a tensor that carries a gain as well")
+    zero = (a == ZERO) | (b == ZERO)
+    return torch.where(zero, ZERO, impure(torch.where(a > 0, a, b)))
+
+
+@rule("div", "true_divide")
+def divided(call: Call) -> Any:
+    if call.kwargs.get("rounding_mode") is not None:
+        raise Blocked("non-linear", "it is divided with rounding")
+    numerator, denominator = torch.broadcast_tensors(call.codes(0), call.codes(1))
+    if tagged(denominator):
+        raise Blocked("non-linear", "it is a divisor")
+    return impure(numerator)
+
+
+@rule("neg", "mul_scalar")
+def negated(call: Call) -> Any:
+    return impure(call.codes(0))
+
+
+@rule("add", "sub", "rsub", "add_n")
+def summed(call: Call) -> Any:
+    a, b = call.args[0], call.args[1]
+    return _combined(call, call.codes_of(a), call.codes_of(b))
+
+
+@rule("lerp")
+def interpolated(call: Call) -> Any:
+    if tagged(call.codes(2)):
+        raise Blocked("non-linear", "it decides how two tensors are mixed")
+    return _combined(call, call.codes(0), call.codes(1)).expand(call.result.shape)
+
+
+@rule("addcmul")
+def multiplied_and_summed(call: Call) -> Any:
+    a, b = torch.broadcast_tensors(call.codes(1), call.codes(2))
+    if ((a > 0) & (b > 0)).any():
+        raise Blocked("second-tensor", "it is multiplied by a tensor that carries a gain as well")
+    product = torch.where((a == ZERO) | (b == ZERO), ZERO, impure(torch.where(a > 0, a, b)))
+    return _combined(call, call.codes(0), product)
+
+
+def _combined(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    try:
+        return added(a, b)
+    except Conflict as conflict:
+        raise Blocked("residual-add", str(conflict)) from None
+
+
+@rule("index_add", "scatter_add")
+def accumulated(call: Call) -> Any:
+    base, dim, index, source = call.codes(0).clone(), call.args[1], call.args[2], call.codes(3)
+    if call.func.overloadpacket.__name__.startswith("scatter_add"):
+        taken = source[tuple(slice(0, n) for n in index.shape)]
+        result = base.scatter(dim, index, _combined(call, base.gather(dim, index), taken))
+        read_back = result.gather(dim, index)
+    else:
+        taken = source
+        result = base.index_copy(dim, index, _combined(call, base.index_select(dim, index), taken))
+        read_back = result.index_select(dim, index)
+    if not ((read_back | 1) == (taken | 1)).logical_or(taken == ZERO).all():
+        raise Blocked("residual-add", "it is added up with tensors that do not carry the same gain")
+    return result
+
+
+def _accumulated(call: Call, base: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    indices = call.args[1]
+    current = torch.ops.aten.index(base, indices)
+    result = torch.ops.aten.index_put(base, indices, _combined(call, current, values).expand(current.shape))
+    if not ((torch.ops.aten.index(result, indices) | 1) == (values | 1)).logical_or(values == ZERO).all():
+        raise Blocked("residual-add", "it is added up with tensors that do not carry the same gain")
+    return result
+
+
+@rule("sum", "mean", "cumsum")
+def reduced(call: Call) -> Any:
+    codes = call.codes(0)
+    dims = call.args[1] if len(call.args) > 1 and call.args[1] is not None else list(range(codes.ndim))
+    dims = [dims] if isinstance(dims, int) else list(dims) or list(range(codes.ndim))
+    kept = impure(_constant(codes, dims))
+    return kept.expand(call.result.shape) if kept.ndim == call.result.ndim else kept.reshape(call.result.shape)
+
+
+def _constant(codes: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    try:
+        return constant_along(codes, dims)
+    except Conflict as conflict:
+        raise Blocked("mixed-channels", str(conflict)) from None
+
+
+# --- contracting: the gain goes into the weight -----------------------------------------------------------------------
+
+# The operations that contract an activation with a weight -> the position of the bias they add, if they do.
+PRODUCTS: dict[str, int | None] = {
+    "mm": None, "bmm": None, "_grouped_mm": None, "addmm": 0, "baddbmm": 0, "convolution": 2,
+}  # fmt: skip
+
+
+@rule("mm", "bmm", "_grouped_mm")
+def product(call: Call) -> Any:
+    return _contract(call, call.args[0], call.args[1], bias=None)
+
+
+@rule("addmm", "baddbmm")
+def product_plus(call: Call) -> Any:
+    bias, a, b = call.args[:3]
+    if tagged(call.codes(0)):
+        raise Blocked("residual-add", "it is added to the product of a weight")
+    _contract(call, a, b, bias=bias)
+
+
+def _contract(call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """`a` (..., m, k) times `b` (..., k, n)."""
+    codes_a, codes_b = call.codes_of(a), call.codes_of(b)
+    if tagged(codes_a) and tagged(codes_b):
+        raise Blocked("second-tensor", "it is multiplied with a tensor that carries a gain as well")
+    out_a = _side(call, a, codes_a, -1, b, -2, bias)
+    out_b = _side(call, b, codes_b, -2, a, -1, bias)
+    for passed in (out_a, out_b):
+        if passed is not None and bias is None and isinstance(call.result, torch.Tensor):
+            return passed.expand(call.result.shape)
+    return None
+
+
+def _side(
+    call: Call, operand: torch.Tensor, codes: torch.Tensor, k: int, other: torch.Tensor, other_k: int, bias: Any
+) -> torch.Tensor | None:
+    """One operand of a product: its codes enter the other one if that is a weight, or pass if they do not vary along k."""
+    weight = call.context.locate(other)
+    if not tagged(codes):
+        if weight is not None:
+            along = torch.full((other.shape[other_k],), PLAIN, dtype=torch.int32)
+            call.context.read(weight, other_k, along, call.context.read_as(_op(call), _parameter(bias), False))
+        return None
+    try:
+        passing = constant_along(codes, [k])
+    except Conflict:
+        passing = None
+    if passing is not None and operand.shape[k] > 1:
+        if weight is not None:
+            raise Blocked("mixed-channels", "a weight combines its tokens, not its channels")
+        return impure(passing)
+    if weight is None:
+        raise Blocked("second-tensor", "it is contracted with a tensor that is not a stored weight")
+    others = [d for d in range(codes.ndim) if d != codes.ndim + k]
+    vector = _constant(codes, others).reshape(-1)
+    pure = bool((codes > 0).all() and (codes % 2 == 0).all())
+    if not call.context.read(weight, other_k, vector, call.context.read_as(_op(call), _parameter(bias), pure)):
+        raise Blocked("weight-layout", "the channels it meets do not lie along one axis of the weight")
+    return None
+
+
+@rule("convolution")
+def convolved(call: Call) -> Any:
+    x, weight, bias = call.args[:3]
+    transposed, groups = call.args[6], call.args[8]
+    located = call.context.locate(weight)
+    codes = call.codes(0)
+    channels = codes.shape[1]
+    axis, copies = (0, weight.shape[0] // channels) if groups == channels and not transposed else (1, 1)
+    if not tagged(codes):
+        if located is not None:
+            plain = torch.full((weight.shape[axis],), PLAIN, dtype=torch.int32)
+            call.context.read(located, axis, plain, call.context.read_as(_op(call), _parameter(bias), False))
+        return None
+    if located is None or transposed or groups not in (1, channels):
+        raise Blocked("second-tensor", "it is convolved in a way that mixes its channels in groups")
+    vector = _constant(codes, [d for d in range(codes.ndim) if d != 1]).reshape(-1).repeat_interleave(copies)
+    if not call.context.read(located, axis, vector, call.context.read_as(_op(call), _parameter(bias), False)):
+        raise Blocked("weight-layout", "the channels it meets do not lie along one axis of the weight")
+    return None
+
+
+@rule(
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math", "scaled_dot_product_attention",
+)  # fmt: skip
+def attended(call: Call) -> Any:
+    """Attention is linear in the values over tokens; queries and keys go through a softmax."""
+    if tagged(call.codes(0)) or tagged(call.codes(1)):
+        raise Blocked("non-linear", "it is a query or a key of attention")
+    values = call.codes(2)
+    out = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
+    row = impure(_constant(values, [-2]))
+    if row.shape[-3] != out.shape[-3]:
+        row = row.repeat_interleave(out.shape[-3] // row.shape[-3], dim=-3)
+    return [row.expand(out.shape)]
+
+
+def _op(call: Call) -> str:
+    return str(call.func.overloadpacket.__name__)
+
+
+def _parameter(bias: Any) -> torch.Tensor | None:
+    return bias if isinstance(bias, torch.Tensor) else None
+
+
+# Operations that look at a tensor's shape or dtype, not at its values.
+VALUE_FREE = {
+    "empty_like", "new_empty", "new_ones", "new_full", "ones_like", "full_like", "rand_like", "randn_like",
+    "new_empty_strided", "sym_size", "sym_stride", "sym_numel", "is_same_size", "size", "stride", "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+
+
+def results(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors an operation returned."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield item

@@ -1,0 +1,141 @@
+"""Shadows: for every element of an activation, which norm's gain multiplies it.
+
+A shadow is an int32 tensor laid over the storage of the activation, so views and in-place writes need no bookkeeping:
+they reach the same elements. Data movement is followed by running the same operation on the shadow.
+
+    code  0           plain data: no gain multiplies this element
+    code -1           exactly zero, for structural reasons (padding): any gain may be said to multiply it
+    code  2c, 2c + 1  multiplied by gain channel c (numbered from 1 over all norms); the odd code says that the element
+                      is no longer the norm's output itself: it was rescaled, so a norm's *bias* cannot be traced on
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+PLAIN = 0
+ZERO = -1
+
+
+class Conflict(Exception):
+    """Two elements that must agree on their gain do not."""
+
+
+class Shadows:
+    """The shadows of all living storages. Activations without an entry are plain data."""
+
+    def __init__(self) -> None:
+        # The weak reference keeps the storage's address from being given to another storage while the entry exists.
+        self._entries: dict[int, tuple[StorageWeakRef, int, torch.Tensor]] = {}
+        self._since_sweep = 0
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The shadow of `tensor`, of its shape; None when it is plain data."""
+        if not self._entries or tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return None
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        if entry is None:
+            return None
+        _, itemsize, flat = entry
+        if itemsize != tensor.element_size():
+            raise Conflict("its bits are read as another dtype")
+        return torch.as_strided(flat, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def put(self, tensor: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write the shadow of `tensor`; other views of the same storage see it."""
+        if tensor.device.type == "meta" or tensor.numel() == 0:
+            return
+        shadow = self.get(tensor)
+        if shadow is None:
+            if not codes.any():
+                return
+            self._sweep()
+            storage = tensor.untyped_storage()
+            count = storage.nbytes() // tensor.element_size()
+            flat = torch.zeros(count, dtype=torch.int32)
+            self._entries[storage._cdata] = (StorageWeakRef(storage), tensor.element_size(), flat)
+            shadow = torch.as_strided(flat, tensor.size(), tensor.stride(), tensor.storage_offset())
+        # An expanded tensor has several elements in one place; all of them carry the same code.
+        shadow.copy_(codes)
+
+    def _sweep(self) -> None:
+        self._since_sweep += 1
+        if self._since_sweep >= 256:
+            self._since_sweep = 0
+            self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
+
+
+class Numbering:
+    """Numbers the gain channels of all norms, and finds the norm of a code."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._norms: list[str] = []
+        self._known: dict[str, int] = {}
+        self._next = 1
+
+    def codes(self, norm: str, width: int) -> torch.Tensor:
+        """The codes of a norm's channels, (width,) int32; the same on every call."""
+        if norm not in self._known:
+            self._known[norm] = self._next
+            self._starts.append(self._next)
+            self._norms.append(norm)
+            self._next += width
+        start = self._known[norm]
+        return torch.arange(start, start + width, dtype=torch.int32) * 2
+
+    def norms_in(self, codes: torch.Tensor) -> list[str]:
+        """The norms whose gains occur in `codes`."""
+        channels = torch.unique(codes[codes > 0] // 2).tolist()
+        return list(dict.fromkeys(self._norm_of(channel)[0] for channel in channels))
+
+    def channels_of(self, norm: str, codes: torch.Tensor) -> torch.Tensor:
+        """For every code, the channel of `norm` that it names, or -1 when it names none of its channels."""
+        start = self._known[norm]
+        position = bisect.bisect_right(self._starts, start)
+        end = self._starts[position] if position < len(self._starts) else self._next
+        channel = codes.long() // 2
+        inside = (codes > 0) & (channel >= start) & (channel < end)
+        return torch.where(inside, channel - start, -1)
+
+    def _norm_of(self, channel: int) -> tuple[str, int]:
+        position = bisect.bisect_right(self._starts, channel) - 1
+        return self._norms[position], channel - self._starts[position]
+
+
+def tagged(shadow: torch.Tensor | None) -> bool:
+    """Does any gain multiply any element?"""
+    return shadow is not None and bool((shadow > 0).any())
+
+
+def impure(codes: torch.Tensor) -> torch.Tensor:
+    """The same gains, but no longer the norm's output itself."""
+    return torch.where(codes > 0, codes | 1, codes)
+
+
+def added(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The codes of a sum: both terms must carry the same gain, or be zero."""
+    a, b = torch.broadcast_tensors(a, b)
+    same_gain = (a > 0) & (b > 0) & (a // 2 == b // 2)
+    agree = (a == b) | same_gain | (a == ZERO) | (b == ZERO)
+    if not agree.all():
+        raise Conflict("it is added to a tensor that does not carry the same gain")
+    return torch.where(same_gain, a | 1, torch.where(a == ZERO, b, a))
+
+
+def constant_along(codes: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """Reduce the given dimensions (kept with size 1) over which the codes must not change; zeros fit anything."""
+    dims = [d % codes.ndim for d in dims]
+    if not dims:
+        return codes
+    if 0 in (codes.shape[d] for d in dims):
+        return torch.full([1 if d in dims else n for d, n in enumerate(codes.shape)], ZERO, dtype=torch.int32)
+    top = codes.amax(dims, keepdim=True)
+    if not ((codes == top) | (codes == ZERO) | ((codes | 1) == (top | 1)) & (codes > 0)).all():
+        raise Conflict("elements that it combines carry different gains")
+    mixed = (codes == ZERO).any() and bool((top > 0).any())
+    return impure(top) if mixed else top

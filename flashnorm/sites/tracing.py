@@ -1,0 +1,296 @@
+"""Runs a hollow model once and follows every norm's gain through whatever the model does with it."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from flashnorm.errors import TracingError
+from flashnorm.sites.hollow import HollowMode, is_hollow
+from flashnorm.sites.operations import PRODUCTS, RULES, VALUE_FREE, Blocked, Call, results
+from flashnorm.sites.probing import NormProbe, is_candidate, probe
+from flashnorm.sites.shadow import Conflict, Numbering, Shadows, tagged
+from flashnorm.sites.types import Blocker
+from flashnorm.sites.weights import Ledger, Located, Read
+
+
+@dataclass
+class Trace:
+    """Everything one or more runs of a model showed."""
+
+    model: nn.Module
+    ledger: Ledger
+    numbering: Numbering = field(default_factory=Numbering)
+    probes: dict[str, NormProbe] = field(default_factory=dict)  # norm module -> what it is
+    gain_of: dict[str, str] = field(default_factory=dict)  # norm module -> the first norm module with the same gain
+    blockers: dict[str, list[Blocker]] = field(default_factory=lambda: defaultdict(list))
+    operations: list[str] = field(default_factory=list)  # every aten operation, in order
+
+    def block(self, codes: torch.Tensor, kind: str, op: str, where: str, detail: str) -> None:
+        for norm in self.numbering.norms_in(codes):
+            blocker = Blocker(kind, op, where, f"{detail} [{op}, {where}]")
+            if blocker not in self.blockers[norm]:
+                self.blockers[norm].append(blocker)
+
+
+def trace(model: nn.Module, runs: list[dict[str, Any]]) -> Trace:
+    """Run `model(**inputs)` for every entry of `runs` and report what happened to the gains.
+
+    `model` must be hollow or small; its parameters are not changed. Raises `TracingError` when a run fails.
+    """
+    record = Trace(model, Ledger(model))
+    names = {module: name for name, module in model.named_modules()}
+    with torch.no_grad(), ExitStack() as stack:
+        mode = _Follower(record)
+        stack.enter_context(_hooks(model, names, mode))
+        for inputs in runs:
+            try:
+                with mode:
+                    output = model(**inputs)
+                    mode.leave_model(output)
+            except Exception as error:
+                raise TracingError(
+                    f"the model could not be run on {', '.join(inputs)}: {type(error).__name__}: {error} "
+                    f"[{mode.where()}]"
+                ) from error
+    return record
+
+
+class _Follower(HollowMode):
+    """Executes each operation, then works out what became of the gains in its inputs."""
+
+    def __init__(self, record: Trace) -> None:
+        super().__init__()
+        self.record = record
+        self.shadows = Shadows()
+        self.path: list[str] = []
+        self.inside_norm = 0
+        self.norms: dict[nn.Module, str] = {}
+
+    # --- what the rules ask for -------------------------------------------------------------------------------------
+
+    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.shadows.get(tensor)
+
+    def locate(self, tensor: torch.Tensor) -> Located | None:
+        return self.record.ledger.locate(tensor)
+
+    def read(self, located: Located, dim: int, codes: torch.Tensor, read: Read) -> bool:
+        return self.record.ledger.read(located, dim, codes, read)
+
+    def read_as(self, op: str, bias: torch.Tensor | None, pure: bool) -> Read:
+        found = self.locate(bias) if bias is not None else None
+        return Read(op, self.path[-1] if self.path else "", found.name if found else None, pure)
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self.call(func, args, kwargs)
+        if not self.inside_norm:
+            self.record.operations.append(str(func))
+            with torch.no_grad():
+                self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        base = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
+        if _is_view(tensors, result, func):
+            return
+        carrying = self._carrying(tensors, base)
+        self._account_for_weights(base, args, tensors, result)
+        if base in VALUE_FREE or not (carrying or base in _ALWAYS or base in PRODUCTS):
+            return
+        rule = RULES.get(base)
+        call = Call(func, args, kwargs, result, self)
+        try:
+            if rule is None:
+                raise Blocked(*_unknown(base, carrying))
+            codes = rule(call)
+        except Blocked as blocked:
+            for tensor in carrying:
+                self.record.block(self._codes(tensor), blocked.kind, base, self.where(), str(blocked))
+            codes = None
+        self._write(result, codes)
+
+    def _carrying(self, tensors: list[torch.Tensor], base: str) -> list[torch.Tensor]:
+        carrying = []
+        for tensor in tensors:
+            try:
+                if tagged(self.shadows.get(tensor)):
+                    carrying.append(tensor)
+            except Conflict as conflict:
+                flat = self.shadows._entries[tensor.untyped_storage()._cdata][2]
+                self.record.block(flat, "non-linear", base, self.where(), str(conflict))
+        return carrying
+
+    def _codes(self, tensor: torch.Tensor) -> torch.Tensor:
+        codes = self.shadows.get(tensor)
+        return torch.zeros(0, dtype=torch.int32) if codes is None else codes
+
+    def _write(self, result: Any, codes: Any) -> None:
+        parts = list(codes) if isinstance(codes, (tuple, list)) else [codes]
+        for position, tensor in enumerate(results(result)):
+            part = parts[position] if position < len(parts) else None
+            plain = torch.zeros((), dtype=torch.int32).expand(tensor.shape)
+            self.shadows.put(tensor, plain if part is None else part)
+
+    def _account_for_weights(self, base: str, args: tuple[Any, ...], tensors: list[torch.Tensor], result: Any) -> None:
+        """Record uses of parameters other than in products, and follow their copies."""
+        ledger = self.record.ledger
+        for position, tensor in enumerate(tensors):
+            located = ledger.locate(tensor)
+            if located is None:
+                continue
+            copied = _copy_of(base, args, tensor, located, result)
+            if copied is not None:
+                ledger.remember_copy(result, copied)
+            elif base in PRODUCTS and position == PRODUCTS[base]:
+                ledger.use(located.name, "bias", self.where())
+            elif base not in PRODUCTS and base not in VALUE_FREE:  # the rules of products record what they read
+                ledger.use(located.name, base, self.where())
+
+    # --- norms ----------------------------------------------------------------------------------------------------------
+
+    def enter_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.inside_norm:
+            for tensor in tree_flatten((args, kwargs))[0]:
+                if isinstance(tensor, torch.Tensor) and tagged(self.shadows.get(tensor)):
+                    detail = "it is read by another norm, which is not linear"
+                    self.record.block(self._codes(tensor), "non-linear", "norm", self.where(), detail)
+        self.inside_norm += 1
+
+    def leave_norm(self, name: str, output: torch.Tensor) -> None:
+        self.inside_norm -= 1
+        own = self.record.probes[name].weight
+        if self.inside_norm or own is None:
+            return
+        weight = self.record.model.get_submodule(name).get_parameter(own)
+        codes = self.record.numbering.codes(self.record.gain_of[name], weight.numel())
+        self.shadows.put(output, codes.view(weight.shape).expand(output.shape))
+
+    def found_norm(self, name: str, found: NormProbe) -> None:
+        """Norms that share one gain parameter are one site, named after the first."""
+        self.record.probes[name] = found
+        self.record.gain_of[name] = name
+        if found.weight is None:
+            return
+        gain = self.record.model.get_submodule(name).get_parameter(found.weight)
+        for other, probed in self.record.probes.items():
+            if probed.weight and self.record.model.get_submodule(other).get_parameter(probed.weight) is gain:
+                self.record.gain_of[name] = self.record.gain_of[other]
+                return
+
+    def leave_model(self, output: Any) -> None:
+        tensors = output.values() if isinstance(output, dict) else [output]
+        for tensor in tree_flatten(list(tensors))[0]:
+            if isinstance(tensor, torch.Tensor) and tagged(self.shadows.get(tensor)):
+                self.record.block(self._codes(tensor), "model-output", "return", "the model", "it is an output of the model")
+
+    def where(self) -> str:
+        """The module that is running, and the line of model code."""
+        module = self.path[-1] if self.path else "the model"
+        line = _model_line()
+        return f"{module}, {line}" if line else module or "the model"
+
+
+# Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
+_ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill"}
+
+def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
+    if len(carrying) > 1:
+        return "second-tensor", f"it meets another tensor that carries a gain in the operation {base}"
+    return "non-linear", f"the operation {base} is not linear in it"
+
+
+def _is_view(tensors: list[torch.Tensor], result: Any, func: Any) -> bool:
+    """The result shares the storage of an input and nothing was written: its shadow is there already."""
+    if func._schema.is_mutable:
+        return False
+    out = next(results(result), None)
+    if out is None:
+        return False
+    key = out.untyped_storage()._cdata
+    return any(t.untyped_storage()._cdata == key for t in tensors)
+
+
+def _copy_of(base: str, args: tuple[Any, ...], tensor: torch.Tensor, located: Located, result: Any) -> Located | None:
+    """If `result` is a rearranged copy of a parameter: where its dimensions lie in it."""
+    if not isinstance(result, torch.Tensor) or tensor is not args[0]:
+        return None
+    if base in ("clone", "_to_copy", "contiguous") and result.shape == tensor.shape:
+        return located
+    if base == "index_select":
+        dim = args[1] % tensor.ndim
+        return Located(located.name, tuple(None if d == dim else a for d, a in enumerate(located.axes)))
+    if base == "index":
+        used = [(d, i) for d, i in enumerate(args[1]) if i is not None]
+        if len(used) == 1 and used[0][1].dtype != torch.bool:
+            dim, index = used[0]
+            axes = (*located.axes[:dim], *([None] * index.ndim), *located.axes[dim + 1 :])
+            return Located(located.name, axes)
+    return None
+
+
+def _model_line() -> str:
+    frame = sys._getframe(1)
+    own, torch_root = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((own, torch_root, "<")):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@contextmanager
+def _hooks(model: nn.Module, names: dict[nn.Module, str], mode: _Follower) -> Iterator[None]:
+    """Keep track of the running module, and recognise norms when they are first called."""
+    known: dict[nn.Module, bool] = {}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = names[module]
+        mode.path.append(name)
+        if module not in known:
+            known[module] = False
+            if is_candidate(module) and name:
+                with _disable_current_modes(), torch.no_grad():
+                    found = probe(module, *_real((args, kwargs)))
+                if found is not None:
+                    known[module] = True
+                    mode.found_norm(name, found)
+        if known[module]:
+            mode.enter_norm(args, kwargs)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        mode.path.pop()
+        if known[module]:
+            mode.leave_norm(names[module], output)
+
+    handles = []
+    for module in names:
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _real(value: Any) -> Any:
+    return tree_map(lambda leaf: torch.zeros(leaf.shape) if is_hollow(leaf) else leaf, value)
