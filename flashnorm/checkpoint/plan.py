@@ -9,26 +9,29 @@ import torch
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiply a stored tensor along one axis. `factor`: fp32, 1-D, as long as that axis."""
+    """Multiply a stored tensor along one axis. `factor`: fp32 (fp64 for fp64 tensors), 1-D, as long as that axis."""
 
     axis: int
     factor: torch.Tensor
+    divide: bool = False  # divide instead, which rounds less than multiplying by the reciprocal
 
 
 @dataclass(frozen=True)
 class Shift:
     """Add `weight @ vector` to a stored bias: a norm's bias that moves into the next linear's.
 
-    `weight` names a stored matrix (out, in) as it stands in the *source*; `vector`: fp32, (in,).
+    `weight` names a stored matrix (out, in) as it stands in the *source*, or a stack of them; `vector`: fp32, (in,).
+    What remains of the weight's shape without `axis` is the bias's shape.
     """
 
     weight: str
     vector: torch.Tensor
+    axis: int = -1  # the axis of `weight` that `vector` lies along; 0 where the matrix is stored (in, out)
 
 
 @dataclass(frozen=True)
 class TensorEdit:
-    """The change of one stored tensor: scales and shifts in fp32 with one rounding, or a constant, or removal."""
+    """The change of one stored tensor: scales, then shifts, with one rounding; or a constant, or removal."""
 
     scales: tuple[Scale, ...] = ()
     shifts: tuple[Shift, ...] = ()
