@@ -17,11 +17,14 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 def tiny_config(family: str, model_type: str) -> PretrainedConfig:
     """The config of the tiny model of `model_type`; raises `CannotBuild` with the reason where there is none."""
     cls = config_class(model_type)
-    config = shrink(cls, overrides=quirks.CONFIG.get(model_type, {}), causal=family == "causal")
     wanted = getattr(model_class(family, model_type), "config_class", cls)
-    text = getattr(config, "text_config", None)
-    # AutoModelForCausalLM builds the language model alone where a type is registered with its whole config.
-    return text if not isinstance(config, wanted) and isinstance(text, wanted) else config
+    if issubclass(cls, wanted):
+        return shrink(cls, causal=family == "causal")
+    # The type is registered with its whole config, but its class in this family reads one part of it.
+    base = _default(cls)
+    parts = (getattr(base, name, None) for name in cls.sub_configs)
+    part = next((part for part in parts if isinstance(part, wanted)), base)
+    return shrink(type(part), base=part, causal=family == "causal")
 
 
 def shrink(
@@ -33,24 +36,27 @@ def shrink(
 ) -> PretrainedConfig:
     """An instance of `cls` with small sizes.
 
-    `base` is the instance that a composite config makes of `cls` by default; `overrides` win over every rule, and
-    a dict given for a sub-config overrides that sub-config's fields.
+    `base` is the instance that a composite config makes of `cls` by default. `overrides` win over the quirks of
+    the type, which win over the rules; a dict given for a sub-config overrides that sub-config's fields.
     """
-    default = cls()
+    overrides = quirks.CONFIG.get(cls.model_type, {}) | (overrides or {})
+    default = _default(cls)
     base = default if base is None else base
-    overrides = dict(overrides or {})
-    kwargs = {k: getattr(base, k) for k in _fields(cls) if _differs(getattr(base, k), getattr(default, k))}
-    kwargs |= _small_values(cls, base, causal=causal)
-    kwargs |= _layer_lists(cls, base, overrides)
-    if (rope := _rope(base, kwargs | overrides)) is not None:
+    fields = _fields(cls)
+    current = {name: _value(base, field) for name, field in fields.items()}
+    kwargs = {name: value for name, value in current.items() if _differs(value, _value(default, fields[name]))}
+    kwargs |= _small_values(current, fields, causal=causal)
+    kwargs |= _layer_lists(current | overrides, given=overrides)
+    if (rope := _rope(current, kwargs | overrides)) is not None:
         kwargs["rope_parameters"] = rope
-    for name in getattr(cls, "sub_configs", {}):
-        sub = getattr(base, name, None)
-        given = overrides.get(name)
-        if isinstance(given, PretrainedConfig) or not isinstance(sub, PretrainedConfig):
-            continue
-        kwargs[name] = shrink(type(sub), base=sub, overrides=overrides.pop(name, {}))
-    return cls(**(kwargs | overrides))
+    for name in cls.sub_configs:
+        if isinstance(sub := getattr(base, name, None), PretrainedConfig):
+            kwargs[name] = shrink(type(sub), base=sub, overrides=overrides.get(name))
+    return cls(**(kwargs | {name: value for name, value in overrides.items() if name not in cls.sub_configs}))
+
+
+def _default(cls: type[PretrainedConfig]) -> PretrainedConfig:
+    return cls(**quirks.REQUIRED.get(cls.model_type, {}))
 
 
 def _fields(cls: type[PretrainedConfig]) -> dict[str, dataclasses.Field]:
@@ -58,50 +64,55 @@ def _fields(cls: type[PretrainedConfig]) -> dict[str, dataclasses.Field]:
     return {f.name: f for f in dataclasses.fields(cls) if f.name not in inherited}
 
 
+def _value(config: PretrainedConfig, field: dataclasses.Field) -> Any:
+    try:
+        return getattr(config, field.name)
+    except RuntimeError:  # a heterogeneous config refuses to name one value for fields that differ by layer
+        return field.default
+
+
 def _differs(a: Any, b: Any) -> bool:
-    if isinstance(a, PretrainedConfig):
-        return False
-    return bool(a != b)
+    return not isinstance(a, PretrainedConfig) and bool(a != b)
 
 
-def _small_values(cls: type[PretrainedConfig], base: PretrainedConfig, *, causal: bool) -> dict[str, Any]:
-    fields = _fields(cls)
+def _small_values(current: dict[str, Any], fields: dict[str, dataclasses.Field], *, causal: bool) -> dict[str, Any]:
     tower = "vocab_size" not in fields
     values: dict[str, Any] = {}
-    for index, (name, field) in enumerate(fields.items()):
-        current = getattr(base, name)
+    for index, (name, value) in enumerate(current.items()):
         small = rules.TOWER_VALUES.get(name) if tower else None
-        if small is None:
-            small = rules.VALUES.get(name)
-        if small is not None and not (field.default is None and name in rules.OPTIONAL):
-            values[name] = _like(current, small)
-        elif (token := rules.token_id(name, current, index)) is not None:
+        small = rules.VALUES.get(name) if small is None else small
+        if small is not None and not (fields[name].default is None and name in rules.OPTIONAL):
+            values[name] = _like(value, small)
+        elif (token := rules.token_id(name, value, index)) is not None:
             values[name] = token
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
+        values["num_key_value_heads"] = rules.HEADS  # latent attention makes a key for every query head
     if causal and "is_decoder" in fields:
         values["is_decoder"] = True
     return values
 
 
 def _like(current: Any, small: Any) -> Any:
-    """`small` in the shape of `current`: a pair or list keeps its length, zero and booleans stay."""
-    if isinstance(current, (list, tuple)) and not isinstance(small, (list, tuple)):
+    """`small` in the shape of `current`: a pair keeps its length, a boolean stays, a size per layer becomes one."""
+    if isinstance(current, (list, tuple)) and len(current) == 2:
         return type(current)(small for _ in current)
     return current if isinstance(current, bool) else small
 
 
-def _layer_lists(cls: type[PretrainedConfig], base: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+def _layer_lists(current: dict[str, Any], *, given: dict[str, Any]) -> dict[str, Any]:
     """Per-layer lists cut to one layer of each kind, in order of first appearance, and the layer count to match."""
-    count_name = next((n for n in _LAYER_COUNTS if n in _fields(cls)), None)
-    if count_name is None or count_name in overrides:
+    count_name = next((name for name in _LAYER_COUNTS if name in current), None)
+    if count_name is None or count_name in given:
         return {}
-    count = getattr(base, count_name)
+    by_hand = [len(value) for name, value in given.items() if name.endswith(("layer_types", "block_type"))]
+    count = by_hand[0] if by_hand else current[count_name]
     lists = {
         name: value
-        for name in _fields(cls)
-        if isinstance(value := getattr(base, name), (list, tuple)) and len(value) == count and name not in overrides
+        for name, value in current.items()
+        if isinstance(value, (list, tuple)) and len(value) == count and name not in given | rules.VALUES
     }
-    if not lists or not isinstance(count, int):
-        return {}
+    if by_hand or not lists:
+        return {count_name: count} if by_hand else {}
     kinds: dict[str, int] = {}
     for layer in range(count):
         kinds.setdefault(repr([value[layer] for value in lists.values()]), layer)
@@ -111,9 +122,9 @@ def _layer_lists(cls: type[PretrainedConfig], base: PretrainedConfig, overrides:
     return {count_name: len(chosen)} | picked
 
 
-def _rope(base: PretrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def _rope(current: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The rope parameters with multimodal sections scaled to the small head; None where there are none to scale."""
-    rope = getattr(base, "rope_parameters", None)
+    rope = current.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return None
     head_dim = kwargs.get("head_dim") or kwargs["hidden_size"] // kwargs["num_attention_heads"]

@@ -4,8 +4,128 @@ from __future__ import annotations
 
 from typing import Any
 
-# Fields that win over the rules; a dict for a sub-config's name overrides that sub-config's fields.
-CONFIG: dict[str, dict[str, Any]] = {}
+# What a config class needs before it can be instantiated at all.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 30,
+        }
+    },
+}
+
+# By the config's own model type, wherever it occurs: fields that win over the rules. A dict for a sub-config's name
+# overrides that sub-config's fields.
+CONFIG: dict[str, dict[str, Any]] = {
+    "blt": {
+        "encoder_hash_byte_group_size": [3, 4],
+        "encoder_hash_byte_group_vocab": 50,
+        "local_attention_window_len": 8,
+        "encoder_config": {"hidden_size_global": 64},
+        "decoder_config": {"hidden_size_global": 64},
+    },
+    "codegen": {"rotary_dim": 8},
+    "cohere2_moe": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": None,
+        },
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 112, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 12},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 28,
+        "swa_kv_lora_rank": 20,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 12,
+    },
+    "falcon_h1": {"mamba_d_ssm": 48},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 20,
+        "enable_moe_block": True,
+    },
+    "gemma4": {"text_config": {"enable_moe_block": False}},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 8},
+    "helium": {"head_dim": 16},
+    "hrm_text": {"num_hidden_layers": 1},
+    "inkling2_loop_text": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_gate_rank": 12,
+    },
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 2},
+    "jamba": {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"]},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 1, 0],
+        "moe_layers": [1, 2],
+    },
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
+    "mamba2": {"head_dim": 32},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 24,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 12,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 20,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "split_ngram_parts": 1,
+        "eos_token_id": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "rembert": {"input_embedding_size": 40, "output_embedding_size": 48},
+    "roc_bert": {
+        "pronunciation_embed_dim": 20,
+        "pronunciation_vocab_size": 30,
+        "shape_embed_dim": 24,
+        "shape_vocab_size": 30,
+    },
+    "reformer": {
+        "axial_pos_embds_dim": [24, 40],
+        "axial_pos_shape": [4, 8],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "hash_seed": 0,
+        "attn_layers": ["local", "lsh"],
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zaya": {
+        "router_hidden_size": 20,
+        "num_experts_per_tok": 1,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "sliding_window": 8,
+    },
+}
 
 # The true reason why a type is not in the zoo.
 NOT_BUILDABLE: dict[tuple[str, str], str] = {}

@@ -29,7 +29,7 @@ _BY_VALUE: list[tuple[object, str]] = [
     (64, "max_decoder_position_embeddings context_length"),
     # mixture of experts
     (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
-    (2, "num_experts_per_tok moe_topk moe_k top_k_experts expert_layer_period"),
+    (2, "num_experts_per_tok moe_topk moe_k top_k_experts"),
     (1, "n_shared_experts num_shared_experts moe_num_shared_experts num_dense_layers"),
     (1, "first_k_dense_replace moe_layer_start_index n_group topk_group"),
     (40, "moe_intermediate_size expert_ffn_hidden_size"),
@@ -41,8 +41,8 @@ _BY_VALUE: list[tuple[object, str]] = [
     (8, "qk_rope_head_dim"),
     (16, "qk_nope_head_dim"),
     (20, "v_head_dim"),
-    (16, "index_head_dim indexer_head_dim"),
-    (3, "index_n_heads indexer_n_heads"),
+    (16, "index_head_dim"),
+    (3, "index_n_heads"),
     (4, "index_topk"),
     # state spaces and linear attention
     (8, "state_size ssm_state_size mamba_d_state"),
@@ -50,8 +50,9 @@ _BY_VALUE: list[tuple[object, str]] = [
     (2, "mamba_n_groups n_groups mamba_ngroups"),
     (16, "linear_key_head_dim"),
     (12, "linear_value_head_dim"),
+    (16, "linear_head_dim mamba_head_dim"),
     (2, "linear_num_key_heads"),
-    (4, "linear_num_value_heads"),
+    (4, "linear_num_value_heads linear_num_heads mamba_num_heads mamba_n_heads"),
     # windows
     (8, "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size"),
     # vision and audio towers
@@ -63,7 +64,9 @@ _BY_VALUE: list[tuple[object, str]] = [
 VALUES: dict[str, object] = {name: value for value, names in _BY_VALUE for name in names.split()}
 
 # A field that is None by default and means "absent" then.
-OPTIONAL = frozenset({"sliding_window", "unpadded_vocab_size", "ffn_hidden_size", "intermediate_size_mlp"})
+OPTIONAL = frozenset(
+    {"sliding_window", "unpadded_vocab_size", "ffn_hidden_size", "intermediate_size_mlp", "q_lora_rank"}
+)
 
 # In a tower that reads pixels or sound, where the language model's sizes would hide a confusion of the two.
 TOWER_VALUES: dict[str, object] = {
@@ -85,19 +88,8 @@ _FIXED_IDS = {
     "forced_eos_token_id": 2,
 }
 _ROLES = [
-    "image",
-    "video",
-    "audio",
-    "vision_start",
-    "vision_end",
-    "image_start",
-    "image_end",
-    "video_start",
-    "video_end",
-    "boi",
-    "eoi",
-    "boa",
-    "eoa",
+    *("image", "video", "audio", "vision_start", "vision_end", "image_start", "image_end"),
+    *("video_start", "video_end", "boi", "eoi", "boa", "eoa"),
 ]
 FIRST_SPECIAL_ID = 96
 _ROLE_IDS = {role: FIRST_SPECIAL_ID + i for i, role in enumerate(_ROLES)}
