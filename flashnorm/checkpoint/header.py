@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,22 @@ class Shard:
     tensors: tuple[TensorInfo, ...]
 
 
+class Entry(NamedTuple):
+    """One tensor as a header describes it, wherever its bytes will lie."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.code].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.itemsize * prod(self.shape)
+
+
 def read_header(path: Path) -> Shard:
     """Read and check one file's header. Raises `CheckpointError` where the file is not whole, valid safetensors."""
     with path.open("rb") as file:
@@ -107,15 +123,23 @@ def read_header(path: Path) -> Shard:
     return Shard(path.name, size, start, metadata, tuple(infos))
 
 
-def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]) -> bytes:
-    """The header (length included) of a file with `tensors`, each (name, code, shape, bytes), in that order."""
+def encode_header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
+    """The header, its length included, of a file that holds `entries` in that order.
+
+    Raises `CheckpointError` where a tensor would not begin on a multiple of its element size: readers map the file.
+    """
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
-    for name, code, shape, nbytes in tensors:
-        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, position + nbytes]}
-        position += nbytes
+    for entry in entries:
+        if position % entry.itemsize:
+            raise CheckpointError(
+                f"{entry.name!r} would not be aligned in its shard; save the checkpoint again with `save_pretrained`"
+            )
+        end = position + entry.nbytes
+        table[entry.name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # readers map the file, so the first tensor starts on a multiple of eight
+    text += b" " * (-len(text) % 8)  # the widest element takes eight bytes
     return len(text).to_bytes(8, "little") + text
 
 

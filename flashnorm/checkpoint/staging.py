@@ -1,0 +1,169 @@
+"""An output folder that appears whole or not at all.
+
+It is built beside its final place, under a hidden name, without a `config.json`: no loader takes it for a model. Once
+everything is on the disk, the config and then the folder get their names. Whoever builds a folder holds a lock on it,
+so that a later run can tell what a killed one left behind from what is still being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flashnorm.errors import OutputError
+
+LAST = "config.json"  # without it no loader takes a folder for a model
+_SUFFIX = ".flashnorm-partial"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Kept free beyond the files' own bytes, for the file system's tables.
+_MARGIN = 16 * 1024 * 1024
+
+
+def check_output(source: Path, dst: Path) -> None:
+    """Raise `OutputError` unless `dst` can become a new folder that has nothing to do with `source`."""
+    inner, outer = source.resolve(), dst.resolve()
+    if outer == inner or inner in outer.parents:
+        raise OutputError(f"{dst} lies inside the source {source}; choose a folder outside it")
+    if outer in inner.parents:
+        raise OutputError(f"the source {source} lies inside {dst}; choose another output folder")
+    if os.path.lexists(dst):
+        raise OutputError(f"{dst} exists already; choose a new name, or remove it first")
+    if not outer.parent.is_dir():
+        raise OutputError(f"{outer.parent} is not a folder; make it first, then give {dst} again")
+
+
+def free_bytes(folder: Path) -> int:
+    """How much an ordinary user may still write on the disk that holds `folder`."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+@contextmanager
+def new_folder(dst: Path, size: int) -> Iterator[Path]:
+    """Give a hidden folder to fill through `new_file`; rename it to `dst` at the end, or remove it after an error.
+
+    `size`: the bytes that will be written, for which there must be room. Raises `OutputError` where they do not fit,
+    at once or while writing, or where the folder cannot be made.
+    """
+    try:
+        remove_leftovers(dst)
+        free = free_bytes(dst.resolve().parent)
+        if free < size + _MARGIN:
+            raise OutputError(
+                f"{dst} needs {(size + _MARGIN) / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room, or "
+                "choose another disk"
+            )
+        folder, lock = _make(dst)
+    except OSError as error:
+        raise _output_error(error, dst) from error
+    try:
+        yield folder
+        _publish(folder, dst)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _output_error(error, dst) from error
+        raise
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def new_file(folder: Path, name: str) -> Iterator[int]:
+    """Give an open file to write. When the block ends it is on the disk and gets its name (`LAST` gets it later)."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + _SUFFIX)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if name != LAST:
+        os.rename(partial, path)
+
+
+def write_file(folder: Path, name: str, data: bytes) -> None:
+    """Write a whole small file through `new_file`."""
+    with new_file(folder, name) as descriptor:
+        write_all(descriptor, memoryview(data))
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """`os.write` until everything is written."""
+    while len(data):
+        data = data[os.write(descriptor, data) :]
+
+
+def remove_leftovers(dst: Path) -> None:
+    """Remove what killed runs for the same output left behind; what a live process still writes stays."""
+    for leftover in dst.parent.glob(f".{glob.escape(dst.name)}{_SUFFIX}-*"):
+        try:
+            lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # gone meanwhile, not ours, or not a folder
+        try:
+            if _lock(lock):
+                shutil.rmtree(leftover, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _make(dst: Path) -> tuple[Path, int]:
+    while True:
+        folder = dst.parent / f".{dst.name}{_SUFFIX}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        # Until it is locked, another run may take it for a leftover and remove it.
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        if _lock(lock) is not False and folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """True: locked now. False: another process holds it. None: this file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _publish(folder: Path, dst: Path) -> None:
+    if os.path.lexists(dst):  # a rename would replace an empty folder without a word
+        raise OutputError(f"{dst} was made by someone else meanwhile; choose a new name, or remove it first")
+    for place, _, _ in os.walk(folder):
+        _sync(Path(place))
+    os.rename(folder / (LAST + _SUFFIX), folder / LAST)
+    os.rename(folder, dst)
+    _sync(dst)
+    _sync(dst.resolve().parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _output_error(error: OSError, dst: Path) -> OutputError:
+    if error.errno in _NO_SPACE:
+        return OutputError(
+            f"the disk became full while {dst} was written, and nothing was left; make room and try again"
+        )
+    return OutputError(f"{dst} cannot be written: {error.strerror or error}; choose another place")
