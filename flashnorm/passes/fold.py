@@ -94,7 +94,7 @@ def apply_fold(model: nn.Module, sites: Iterable[Site]) -> None:
             if shift:
                 assert bias is not None
                 assert consumer.bias is not None
-                _add_shift(model.get_parameter(consumer.bias), reader, bias)
+                _add_shift(model.get_parameter(consumer.bias), reader, consumer, bias)
             factor = factor_along(consumer, gain.to(reader.device), reader.shape[consumer.axis])
             axis, before = factors.get(consumer.weight, (consumer.axis, torch.ones_like(factor)))
             factors[consumer.weight] = (axis, before * factor)
@@ -118,7 +118,15 @@ def _scale(weight: torch.Tensor, axis: int, factor: torch.Tensor) -> None:
     weight.copy_(wide * factor.view(shape).to(wide.dtype))
 
 
-def _add_shift(next_bias: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """The next bias takes over W b; W is (out, in), as it was before the fold."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    next_bias.copy_(next_bias.to(wide) + weight.to(wide) @ bias.reshape(-1).to(wide))
+def shift_vector(consumer: Consumer, bias: torch.Tensor) -> torch.Tensor:
+    """The norm's bias at each position of the consumer's axis, (length,), in float32 or better."""
+    wide = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).reshape(-1)
+    return wide if consumer.channels is None else wide[consumer.channels.to(wide.device)]
+
+
+def _add_shift(next_bias: torch.Tensor, weight: torch.Tensor, consumer: Consumer, bias: torch.Tensor) -> None:
+    """The next bias takes over W b, with W as it was before the fold and b along its read axis."""
+    vector = shift_vector(consumer, bias)
+    wide = torch.promote_types(weight.dtype, vector.dtype)
+    shift = torch.tensordot(weight.to(wide), vector.to(wide), dims=([consumer.axis], [0]))
+    next_bias.copy_(next_bias.to(wide) + shift)

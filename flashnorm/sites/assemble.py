@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 from flashnorm.sites.tracing import Trace
@@ -11,18 +13,20 @@ from flashnorm.sites.weights import Usage
 
 def assemble(trace: Trace) -> list[Site]:
     """All norms of the traced model in the order of its modules, with readers and blockers."""
+    readers = _readers_by_norm(trace)
+    unseen = _unseen_weights(trace)
     order = [name for name, _ in trace.model.named_modules() if name in trace.probes]
-    return [_site(trace, norm) for norm in order if trace.gain_of[norm] == norm]
+    return [_site(trace, norm, readers[norm], unseen) for norm in order if trace.gain_of[norm] == norm]
 
 
-def _site(trace: Trace, norm: str) -> Site:
+def _site(trace: Trace, norm: str, readers: dict[str, Usage], unseen: dict[str, torch.Size]) -> Site:
     found = trace.probes[norm]
     sharers = tuple(other for other, owner in trace.gain_of.items() if owner == norm and other != norm)
     blockers = list(trace.blockers.get(norm, []))
     if any(trace.probes[other].convention != found.convention for other in sharers):
         blockers.append(Blocker("shared", "", norm, f"its gain is shared with {sharers[0]}, which uses it differently"))
     consumers = []
-    for weight, usage in _readers(trace, norm).items():
+    for weight, usage in readers.items():
         problem = _problem(trace, weight, usage)
         if problem is not None:
             blockers.append(problem)
@@ -35,7 +39,8 @@ def _site(trace: Trace, norm: str) -> Site:
         blockers += _own_weight_problems(trace, norm, prefix + found.weight)
     if not consumers and not blockers and found.weight:
         blockers.append(Blocker("unread", "", norm, "nothing that the model computes reads its output"))
-    blockers += _unseen(trace, norm, consumers)
+    if consumers and gain is not None:
+        blockers += _possible_reader(norm, gain.numel(), consumers, unseen)
     return Site(
         norm=norm,
         weight=prefix + found.weight if found.weight else None,
@@ -48,15 +53,14 @@ def _site(trace: Trace, norm: str) -> Site:
     )
 
 
-def _readers(trace: Trace, norm: str) -> dict[str, Usage]:
-    """Every weight that meets one of the norm's channels."""
-    if trace.probes[norm].weight is None:
-        return {}
-    return {
-        name: usage
-        for name, usage in trace.ledger.usage.items()
-        if any((codes > 0).any() and norm in trace.numbering.norms_in(codes) for codes in usage.codes.values())
-    }
+def _readers_by_norm(trace: Trace) -> dict[str, dict[str, Usage]]:
+    """For every norm, the weights that meet one of its channels."""
+    readers: dict[str, dict[str, Usage]] = defaultdict(dict)
+    for name, usage in trace.ledger.usage.items():
+        for codes in usage.codes.values():
+            for norm in trace.numbering.norms_in(codes):
+                readers[norm][name] = usage
+    return readers
 
 
 def _problem(trace: Trace, weight: str, usage: Usage) -> Blocker | None:
@@ -106,24 +110,25 @@ def _own_weight_problems(trace: Trace, norm: str, weight: str) -> list[Blocker]:
     return problems
 
 
-def _unseen(trace: Trace, norm: str, consumers: list[Consumer]) -> list[Blocker]:
-    """A weight that no run touched might read the norm as well: refuse where it could be in the norm's reach."""
-    if not consumers:
-        return []
+def _unseen_weights(trace: Trace) -> dict[str, torch.Size]:
+    """Matrices that no run touched."""
+    inside_norms = tuple(f"{norm}." for norm in trace.probes)
+    return {
+        name: usage.shape
+        for name, usage in trace.ledger.usage.items()
+        if not usage.used and len(usage.shape) > 1 and not name.startswith(inside_norms)
+    }
+
+
+def _possible_reader(
+    norm: str, width: int, consumers: list[Consumer], unseen: dict[str, torch.Size]
+) -> list[Blocker]:
+    """A matrix that no run touched might read the norm as well: refuse where it fits and lies within the norm's reach."""
     scope = _common_module([norm, *(c.weight for c in consumers)])
-    inside_norms = tuple(f"{n}." for n in trace.probes)
-    for name, usage in trace.ledger.usage.items():
-        if usage.used or len(usage.shape) < 2 or name.startswith(inside_norms):
-            continue
-        if name.startswith(scope) and trace.probes and _width(trace, norm) in usage.shape:
-            detail = f"{name} was not reached by the trace and may be a reader too"
-            return [Blocker("unseen", "", name, detail)]
+    for name, shape in unseen.items():
+        if width in shape and name.startswith(scope):
+            return [Blocker("unseen", "", name, f"{name} was not reached by the trace and may be a reader too")]
     return []
-
-
-def _width(trace: Trace, norm: str) -> int:
-    weight = trace.probes[norm].weight
-    return trace.model.get_submodule(norm).get_parameter(weight).numel() if weight else 0
 
 
 def _common_module(names: list[str]) -> str:

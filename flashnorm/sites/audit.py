@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from flashnorm.errors import TracingError
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.hollow import hollow_copy
 from flashnorm.sites.inputs import trace_runs
@@ -50,10 +51,14 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
     """Trace with as few tokens as it takes until no blocker comes from a weight that was not reached."""
     if inputs is not None:
         return trace(hollow, [inputs])
-    for tokens in _TOKEN_LADDER:
-        record = trace(hollow, trace_runs(hollow, tokens))
+    record = trace(hollow, trace_runs(hollow, _TOKEN_LADDER[0]))
+    for tokens in _TOKEN_LADDER[1:]:
         if not any(b.kind == "unseen" for site in assemble(record) for b in site.blockers):
             break
+        try:
+            record = trace(hollow, trace_runs(hollow, tokens))
+        except TracingError:
+            break  # longer than the model's positions reach: what the shorter run left unseen stays a blocker
     return record
 
 

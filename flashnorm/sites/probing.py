@@ -51,6 +51,42 @@ def probe(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Nor
         return None  # it does not accept a norm's inputs, so it is not one
 
 
+class ProbeCache:
+    """Remembers the outcome for modules of the same class, settings, shapes and kind of call.
+
+    A model repeats its norms in every layer; each one is looked at, but equal ones need only one experiment.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, NormProbe | None] = {}
+
+    def probe(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> NormProbe | None:
+        if any(True for _ in module.buffers()):
+            return probe(module, args, kwargs)
+        key = f"{_settings(module)} {tree_map(_kind_of_argument, (tuple(args), dict(kwargs)))}"
+        if key not in self._known:
+            self._known[key] = probe(module, args, kwargs)
+        return self._known[key]
+
+
+def _settings(module: nn.Module) -> str:
+    """Everything that distinguishes two modules of a kind, except the values of their parameters."""
+    parts = []
+    for part in module.modules():
+        plain = {k: v for k, v in vars(part).items() if not k.startswith("_") and isinstance(v, _PLAIN_SETTINGS)}
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in part.named_parameters(recurse=False)]
+        parts.append((type(part).__module__, type(part).__qualname__, sorted(plain.items(), key=str), shapes))
+    return str(parts)
+
+
+_PLAIN_SETTINGS = (int, float, str, bool, tuple, list, torch.Size, type(None))
+
+
+def _kind_of_argument(leaf: Any) -> Any:
+    """Of a tensor only the last dimension and the type matter; of anything else, the value."""
+    return ("tensor", leaf.ndim, leaf.shape[-1:], leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
 class _Experiment:
     """A copy of the module in float64 with settable parameters and inputs."""
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from flashnorm.errors import TracingError
 from flashnorm.sites.hollow import HollowMode, is_hollow
 from flashnorm.sites.operations import PRODUCTS, RULES, VALUE_FREE, Blocked, Call, results
-from flashnorm.sites.probing import NormProbe, is_candidate, probe
+from flashnorm.sites.probing import NormProbe, ProbeCache, is_candidate
 from flashnorm.sites.shadow import Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
 from flashnorm.sites.weights import Ledger, Located, Read
@@ -261,6 +261,7 @@ def _model_line() -> str:
 def _hooks(model: nn.Module, names: dict[nn.Module, str], mode: _Follower) -> Iterator[None]:
     """Keep track of the running module, and recognise norms when they are first called."""
     known: dict[nn.Module, bool] = {}
+    cache = ProbeCache()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         name = names[module]
@@ -269,7 +270,7 @@ def _hooks(model: nn.Module, names: dict[nn.Module, str], mode: _Follower) -> It
             known[module] = False
             if is_candidate(module) and name:
                 with _disable_current_modes(), torch.no_grad():
-                    found = probe(module, *_real((args, kwargs)))
+                    found = cache.probe(module, *_real((args, kwargs)))
                 if found is not None:
                     known[module] = True
                     mode.found_norm(name, found)
