@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -63,13 +63,18 @@ def read_gains(folder: str | Path, manifest: Manifest) -> dict[str, torch.Tensor
 
 def reader_scales(manifest: Manifest, gains: Mapping[str, torch.Tensor]) -> dict[str, tuple[Scale, ...]]:
     """What folding multiplied into each stored tensor: by its name, a factor for every gain that it reads."""
-    scales: dict[str, list[Scale]] = {}
+    scales: dict[str, tuple[Scale, ...]] = {}
+    for _, reader, scale in site_scales(manifest, gains):
+        scales[reader.tensor] = (*scales.get(reader.tensor, ()), scale)
+    return scales
+
+
+def site_scales(manifest: Manifest, gains: Mapping[str, torch.Tensor]) -> Iterator[tuple[SiteRecord, Reader, Scale]]:
+    """The factor that each site put on each of its readers."""
     for site in manifest.sites:
         for reader in site.readers:
             channels = gains[reader.channels] if reader.channels else None
-            factor = gain_factor(gains[site.gain], site.offset, channels)
-            scales.setdefault(reader.tensor, []).append(Scale(reader.axis, factor))
-    return {name: tuple(found) for name, found in scales.items()}
+            yield site, reader, Scale(reader.axis, gain_factor(gains[site.gain], site.offset, channels))
 
 
 def _record(site: FoldedSite, tensors: dict[str, torch.Tensor], keys: dict[bytes, str]) -> SiteRecord:
