@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from flashnorm.cli import import_gguf, unfold
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
@@ -37,6 +38,10 @@ def _root(
     ),
 ) -> None:
     pass
+
+
+app.command("import-gguf")(import_gguf.command)
+app.command("unfold")(unfold.command)
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -1,0 +1,217 @@
+"""A GGUF dequantised to a Transformers checkpoint, every tensor accounted for and the gain convention kept.
+
+Transformers reads the GGUF: it undoes llama.cpp's permutation of q and k and its `1 + w` storage of one-plus gains. It
+also skips in silence a tensor that it has no name for and RoPE settings that it does not translate, either of which
+would give another model; here each is translated or refused.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from flashnorm.checkpoint.gguf_file import metadata, open_gguf
+from flashnorm.checkpoint.gguf_rope import FREQUENCY_FACTORS, llama3_rope
+from flashnorm.checkpoint.staging import LAST, check_output, new_file, new_folder
+from flashnorm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+AUTO_CLASSES = (
+    (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+    (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
+)
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import wrote."""
+
+    source: str
+    out: str
+    architecture: str  # the GGUF's own name for it
+    model_type: str  # the name in Transformers
+    dtype: str
+    parameters: int  # distinct values: a tied head counts once
+    tokenizer: bool
+    chat_template: bool
+
+
+def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> ImportReport:
+    """Dequantise the GGUF `file` to the Transformers checkpoint folder `out`, with tokenizer and chat template.
+
+    Each value is dequantised in fp32 and rounded once to `dtype` (fp32 keeps it exactly). Needs the extra `gguf` and
+    memory for the whole model in fp32. Raises `CheckpointError` for a file that is not a whole GGUF, that stores
+    something the model would lack, or whose values do not fit `dtype`; `ConfigError` for an architecture that
+    Transformers cannot read from a GGUF; `OutputError` when `out` exists or cannot be written. Nothing is left behind.
+    """
+    file, out = Path(file), Path(out)
+    check_output(file, out)
+    reader = open_gguf(file)
+    config = _read_config(file, reader)
+    model = _load(file, reader, config, dtype)
+    tokenizer = _read_tokenizer(file, reader)
+    _set_special_tokens(model, reader)
+    _write(model, tokenizer, out)
+    return ImportReport(
+        source=str(file),
+        out=str(out),
+        architecture=metadata(reader, "general.architecture"),
+        model_type=config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=_distinct_values(model),
+        tokenizer=tokenizer is not None,
+        chat_template=getattr(tokenizer, "chat_template", None) is not None,
+    )
+
+
+def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+    size = sum(value.nbytes for value in model.state_dict().values())
+    with new_folder(out, size) as folder:
+        model.save_pretrained(folder)
+        config = (folder / LAST).read_bytes()
+        (folder / LAST).unlink()
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        with new_file(folder, LAST) as descriptor:
+            os.write(descriptor, config)
+
+
+def _read_config(file: Path, reader: GGUFReader) -> PreTrainedConfig:
+    architecture = metadata(reader, "general.architecture")
+    try:
+        config = AutoConfig.from_pretrained(file.absolute().parent, gguf_file=file.name)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{file} holds a model of architecture {architecture!r}, which Transformers {transformers.__version__} "
+            "cannot read from a GGUF; start from the model's safetensors checkpoint instead"
+        ) from error
+    rope = _rope_parameters(file, reader, config)
+    if rope is not None:
+        config.rope_parameters = rope
+    return config
+
+
+def _rope_parameters(file: Path, reader: GGUFReader, config: PreTrainedConfig) -> dict[str, Any] | None:
+    """RoPE settings that Transformers did not take over; None when there are none.
+
+    Raises `CheckpointError` for a kind that cannot be expressed exactly.
+    """
+    architecture = metadata(reader, "general.architecture")
+    factors = next((tensor for tensor in reader.tensors if tensor.name == FREQUENCY_FACTORS), None)
+    scaling = metadata(reader, f"{architecture}.rope.scaling.type", "none")
+    current = dict(getattr(config, "rope_parameters", None) or {})
+    if factors is not None:
+        rope = llama3_rope(torch.from_numpy(factors.data.copy()), current)
+        if rope is None:
+            raise CheckpointError(
+                f"{file} stores RoPE frequency factors that are not Llama 3's and cannot be expressed in a config; "
+                "start from the model's safetensors checkpoint instead"
+            )
+        return rope
+    if scaling != "none" and current.get("rope_type", "default") == "default":
+        raise CheckpointError(
+            f"{file} scales RoPE by {scaling!r}, which Transformers does not take over from a GGUF of architecture "
+            f"{architecture!r}; start from the model's safetensors checkpoint instead"
+        )
+    return None
+
+
+def _load(file: Path, reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The dequantised model, rebuilt so that Transformers takes it for an ordinary one and agrees to save it."""
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
+    if hasattr(transformers, "GgufConfig"):  # where packed weights are the default (Transformers 5.2x)
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model_class = _model_class(file, config)
+    loaded, info = model_class.from_pretrained(file.absolute().parent, gguf_file=file.name, **options)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        name = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))[0]
+        raise CheckpointError(
+            f"{file} has no tensor for {name!r} of a {config.model_type} model; start from its safetensors checkpoint"
+        )
+    config = loaded.config
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    _refuse_unread(file, reader, model)
+    _refuse_non_finite(file, model)
+    return model
+
+
+def _model_class(file: Path, config: PreTrainedConfig) -> Any:
+    for mapping, auto_class in AUTO_CLASSES:
+        if type(config) in mapping:
+            return auto_class
+    raise ConfigError(
+        f"{file} holds a {config.model_type} model, which is no language model with a head; "
+        "start from its safetensors checkpoint instead"
+    )
+
+
+def _refuse_unread(file: Path, reader: GGUFReader, model: PreTrainedModel) -> None:
+    """Every stored value must have arrived: Transformers skips tensors that it has no name for without a word."""
+    layers = model.config.get_text_config().num_hidden_layers
+    tied = model.config.get_text_config().tie_word_embeddings
+    expected = [
+        tensor
+        for tensor in reader.tensors
+        if tensor.name != FREQUENCY_FACTORS  # now in the config
+        and not (tied and tensor.name == "output.weight")  # a second copy of the embedding
+        and not tensor.name.startswith(f"blk.{layers}.")  # a multi-token-prediction block, which the model lacks
+    ]
+    stored, arrived = sum(int(tensor.n_elements) for tensor in expected), _distinct_values(model)
+    if stored != arrived:
+        raise CheckpointError(
+            f"{file} stores {stored:,} values but the {model.config.model_type} model built from it has {arrived:,}, "
+            "so that some would be lost; start from the model's safetensors checkpoint instead"
+        )
+
+
+def _distinct_values(model: PreTrainedModel) -> int:
+    return sum({value.data_ptr(): value.numel() for value in model.state_dict().values()}.values())
+
+
+def _refuse_non_finite(file: Path, model: PreTrainedModel) -> None:
+    for name, value in model.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise CheckpointError(
+                f"{file} gives NaN or infinite values in {name!r} as {str(value.dtype).removeprefix('torch.')}; "
+                "import with --dtype fp32, or get an intact file"
+            )
+
+
+def _read_tokenizer(file: Path, reader: GGUFReader) -> Any:
+    """The tokenizer that the GGUF describes; None when it describes none."""
+    kind = metadata(reader, "tokenizer.ggml.model")
+    if kind in (None, "none"):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(file.absolute().parent, gguf_file=file.name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} has a tokenizer of kind {kind!r}, which Transformers cannot rebuild; "
+            "start from the model's safetensors checkpoint instead"
+        ) from error
+
+
+def _set_special_tokens(model: PreTrainedModel, reader: GGUFReader) -> None:
+    """Tell `generate` where to stop: architectures differ in whether Transformers takes these ids over itself."""
+    generation = model.generation_config
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        token = metadata(reader, f"tokenizer.ggml.{key}_token_id")
+        if token is not None and not isinstance(getattr(generation, f"{name}_token_id"), list):
+            setattr(generation, f"{name}_token_id", token)
+            setattr(model.config, f"{name}_token_id", token)
+    end_of_turn = metadata(reader, "tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None and isinstance(generation.eos_token_id, int) and end_of_turn != generation.eos_token_id:
+        generation.eos_token_id = [generation.eos_token_id, end_of_turn]
