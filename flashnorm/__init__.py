@@ -12,6 +12,12 @@ from flashnorm.version import __version__
 
 # Public name -> the module that defines it.
 _EXPORTS = {
+    "AuditReport": "flashnorm.sites.audit",
+    "FoldReport": "flashnorm.passes.fold",
+    "audit": "flashnorm.sites.audit",
+    "fold": "flashnorm.passes.fold",
+    "fold_checkpoint": "flashnorm.checkpoint.fold",
+    "load": "flashnorm.checkpoint.load",
     "VerifyReport": "flashnorm.verify.report",
     "verify": "flashnorm.verify.battery",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from flashnorm.cli import import_gguf, unfold
+from flashnorm.cli import audit, fold, import_gguf, unfold
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
@@ -40,6 +40,8 @@ def _root(
     pass
 
 
+app.command("audit")(audit.command)
+app.command("fold")(fold.command)
 app.command("import-gguf")(import_gguf.command)
 app.command("unfold")(unfold.command)
 

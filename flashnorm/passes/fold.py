@@ -19,6 +19,8 @@ class FoldReport:
 
     folded: list[str]
     skipped: dict[str, str]
+    grown_bytes: int = 0  # by how much an untied head makes the checkpoint larger
+    already_folded: bool = False  # nothing was done: the input was the output of an earlier fold
 
 
 def fold(model: nn.Module) -> FoldReport:
@@ -30,7 +32,7 @@ def fold(model: nn.Module) -> FoldReport:
     folded, skipped = [], dict(report.skipped)
     chosen = []
     for site in report.foldable:
-        reason = value_problem(site, *_own_values(model, site))
+        reason = value_problem(site, *_own_values(model, site), shift_moves=moves_shift(site))
         if reason is None:
             chosen.append(site)
             folded.append(site.norm)
@@ -40,13 +42,13 @@ def fold(model: nn.Module) -> FoldReport:
     return FoldReport(folded, skipped)
 
 
-def value_problem(site: Site, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+def value_problem(site: Site, weight: torch.Tensor, bias: torch.Tensor | None, shift_moves: bool) -> str | None:
     """Why the *values* of a foldable site's gain and bias forbid the fold. Raises `Refusal` on values that are broken."""
     gain = gain_of(site, weight)
     if not torch.isfinite(gain).all():
         channel = int((~torch.isfinite(gain)).nonzero()[0])
         raise Refusal(f"the gain of {site.norm} is not finite at channel {channel}: the checkpoint is damaged")
-    if bias is not None and not moves_shift(site):
+    if bias is not None and not shift_moves:
         stuck = (gain == 0) & (bias.reshape(-1) != 0)
         if stuck.any():
             channel = int(stuck.nonzero()[0])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from torch import nn
 
+from flashnorm.sites.probing import is_candidate, probe
 from flashnorm.sites.tracing import Trace
 from flashnorm.sites.types import Blocker, Consumer, Site
 from flashnorm.sites.weights import Usage
@@ -15,8 +17,27 @@ def assemble(trace: Trace) -> list[Site]:
     """All norms of the traced model in the order of its modules, with readers and blockers."""
     readers = _readers_by_norm(trace)
     unseen = _unseen_weights(trace)
-    order = [name for name, _ in trace.model.named_modules() if name in trace.probes]
-    return [_site(trace, norm, readers[norm], unseen) for norm in order if trace.gain_of[norm] == norm]
+    sites = []
+    for name, module in trace.model.named_modules():
+        if name not in trace.probes:
+            sites += _unreached(name, module) if name not in trace.called else []
+        elif trace.gain_of[name] == name:
+            sites.append(_site(trace, name, readers[name], unseen))
+    return sites
+
+
+def _unreached(name: str, module: nn.Module) -> list[Site]:
+    """A norm that the model did not run: listed, never folded, since nobody saw who reads it."""
+    own = dict(module.named_parameters(recurse=False))
+    if not own or not is_candidate(module):
+        return []
+    gain = next(iter(own.values()))
+    found = probe(module, (torch.zeros(1, 2, *gain.shape),), {})
+    if found is None or found.weight is None:
+        return []
+    blocker = Blocker("unreached", "", name, "the trace never ran it, so its readers are not known")
+    bias = f"{name}.{found.bias}" if found.bias else None
+    return [Site(name, f"{name}.{found.weight}", bias, gain.numel(), found.convention, (), (blocker,))]
 
 
 def _site(trace: Trace, norm: str, readers: dict[str, Usage], unseen: dict[str, torch.Size]) -> Site:
@@ -39,7 +60,7 @@ def _site(trace: Trace, norm: str, readers: dict[str, Usage], unseen: dict[str, 
         blockers += _own_weight_problems(trace, norm, prefix + found.weight)
     if not consumers and not blockers and found.weight:
         blockers.append(Blocker("unread", "", norm, "nothing that the model computes reads its output"))
-    if consumers and gain is not None:
+    if consumers and gain is not None and not blockers:
         blockers += _possible_reader(norm, gain.numel(), consumers, unseen)
     return Site(
         norm=norm,
@@ -120,9 +141,7 @@ def _unseen_weights(trace: Trace) -> dict[str, torch.Size]:
     }
 
 
-def _possible_reader(
-    norm: str, width: int, consumers: list[Consumer], unseen: dict[str, torch.Size]
-) -> list[Blocker]:
+def _possible_reader(norm: str, width: int, consumers: list[Consumer], unseen: dict[str, torch.Size]) -> list[Blocker]:
     """A matrix that no run touched might read the norm as well: refuse where it fits and lies within the norm's reach."""
     scope = _common_module([norm, *(c.weight for c in consumers)])
     for name, shape in unseen.items():
@@ -140,4 +159,3 @@ def _common_module(names: list[str]) -> str:
             break
         common.append(parts[0])
     return ".".join(common) + "." if common else ""
-

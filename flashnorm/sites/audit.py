@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from flashnorm.errors import TracingError
 from flashnorm.sites.assemble import assemble
+from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy
 from flashnorm.sites.inputs import trace_runs
 from flashnorm.sites.tracing import Trace, trace
 from flashnorm.sites.types import Site
+from flashnorm.sites.tying import untie_head
 
 # Longer and longer inputs, until every expert of a mixture has been seen reading.
 _TOKEN_LADDER = (6, 64, 512)
@@ -24,6 +27,8 @@ class AuditReport:
 
     model_type: str
     sites: tuple[Site, ...]
+    # parameter -> all names under which the model holds it; more than one where weights are tied
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def foldable(self) -> list[Site]:
@@ -41,9 +46,25 @@ class AuditReport:
         return {site.norm: site.reason for site in self.sites if not site.foldable}
 
 
-def audit(model: nn.Module, *, inputs: dict[str, Any] | None = None) -> AuditReport:
-    """Audit a live model. `inputs`: keyword arguments of one forward call, for models that take unusual ones."""
-    hollow = hollow_copy(model)
+def audit(
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    inputs: dict[str, Any] | None = None,
+    untie: bool = False,
+    trust_remote_code: bool = False,
+) -> AuditReport:
+    """Audit a live model, or a checkpoint folder by its config alone (no weights are read, whatever its size).
+
+    `inputs`: keyword arguments of one forward call, for models that take unusual ones. `untie`: audit the model as it
+    would be with its head untied. Raises `ConfigError` where the folder's model cannot be built, and `TracingError`
+    where it cannot be run.
+    """
+    if isinstance(model, nn.Module):
+        hollow = hollow_copy(model)
+    else:
+        hollow = hollow_model(read_config(model, trust_remote_code), trust_remote_code)
+    if untie:
+        untie_head(hollow)
     return report_of(hollow, trace_fully(hollow, inputs))
 
 
@@ -64,4 +85,5 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
 
 def report_of(hollow: nn.Module, record: Trace) -> AuditReport:
     config = getattr(hollow, "config", None)
-    return AuditReport(getattr(config, "model_type", type(hollow).__name__), tuple(assemble(record)))
+    aliases = {name: tuple(names) for name, names in record.ledger.aliases.items()}
+    return AuditReport(getattr(config, "model_type", type(hollow).__name__), tuple(assemble(record)), aliases)

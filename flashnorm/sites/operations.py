@@ -75,7 +75,18 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 # --- moving elements: run the same operation on the shadow ------------------------------------------------------------
 
 
-@rule("clone", "contiguous", "_to_copy", "alias", "detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "dropout", "view_copy")
+@rule(
+    "clone",
+    "contiguous",
+    "_to_copy",
+    "alias",
+    "detach",
+    "lift_fresh",
+    "_unsafe_view",
+    "_reshape_alias",
+    "dropout",
+    "view_copy",
+)
 def same_elements(call: Call) -> Any:
     codes = call.codes(0)
     return codes.reshape(call.result.shape) if isinstance(call.result, torch.Tensor) else codes
@@ -102,9 +113,9 @@ def moved(call: Call) -> Any:
         # Every floating tensor is data; integer tensors are indices and stay what they are.
         args = [
             tree_map(
-                lambda leaf: call.codes_of(leaf).clone()
-                if isinstance(leaf, torch.Tensor) and _is_data(call, leaf)
-                else leaf,
+                lambda leaf: (
+                    call.codes_of(leaf).clone() if isinstance(leaf, torch.Tensor) and _is_data(call, leaf) else leaf
+                ),
                 a,
             )
             for a in call.args
@@ -136,7 +147,11 @@ def filled(call: Call) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta" else value
+    return (
+        value.item()
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta"
+        else value
+    )
 
 
 @rule("zeros", "new_zeros", "zeros_like", "zero")

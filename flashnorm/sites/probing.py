@@ -233,9 +233,7 @@ def _group_size(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
     return int(moved.nonzero().max().item()) + 1 if moved.any() else x.shape[1]
 
 
-def _find_epsilon(
-    core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> tuple[float, EpsilonPlacement]:
+def _find_epsilon(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[float, EpsilonPlacement]:
     """Read the denominator D(a) off the answers to inputs of RMS a.
 
     Inside the square root D = sqrt(a^2 + eps), outside D = a + eps, as a clamp D = max(a, eps). At a -> 0 this gives
@@ -256,7 +254,11 @@ def _find_epsilon(
         return float("nan"), "none"
     bottom = tiny / at_tiny
     at_bottom = level(bottom) / full
-    placements: list[tuple[float, EpsilonPlacement]] = [(0.5**0.5, "inside_sqrt"), (0.5, "outside_sqrt"), (1.0, "clamp")]
+    placements: list[tuple[float, EpsilonPlacement]] = [
+        (0.5**0.5, "inside_sqrt"),
+        (0.5, "outside_sqrt"),
+        (1.0, "clamp"),
+    ]
     placement = min(placements, key=lambda p: abs(p[0] - at_bottom))[1]
     eps = bottom**2 if placement == "inside_sqrt" else bottom
     return float(f"{eps:.5g}"), placement

@@ -33,6 +33,7 @@ class Trace:
     numbering: Numbering = field(default_factory=Numbering)
     probes: dict[str, NormProbe] = field(default_factory=dict)  # norm module -> what it is
     gain_of: dict[str, str] = field(default_factory=dict)  # norm module -> the first norm module with the same gain
+    called: set[str] = field(default_factory=set)  # every module that ran
     blockers: dict[str, list[Blocker]] = field(default_factory=lambda: defaultdict(list))
     operations: list[str] = field(default_factory=list)  # every aten operation, in order
 
@@ -199,7 +200,9 @@ class _Follower(HollowMode):
         tensors = output.values() if isinstance(output, dict) else [output]
         for tensor in tree_flatten(list(tensors))[0]:
             if isinstance(tensor, torch.Tensor) and tagged(self.shadows.get(tensor)):
-                self.record.block(self._codes(tensor), "model-output", "return", "the model", "it is an output of the model")
+                self.record.block(
+                    self._codes(tensor), "model-output", "return", "the model", "it is an output of the model"
+                )
 
     def where(self) -> str:
         """The module that is running, and the line of model code."""
@@ -210,6 +213,7 @@ class _Follower(HollowMode):
 
 # Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
 _ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill"}
+
 
 def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
     if len(carrying) > 1:
@@ -266,6 +270,7 @@ def _hooks(model: nn.Module, names: dict[nn.Module, str], mode: _Follower) -> It
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         name = names[module]
         mode.path.append(name)
+        mode.record.called.add(name)
         if module not in known:
             known[module] = False
             if is_candidate(module) and name:

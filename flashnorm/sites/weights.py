@@ -97,7 +97,9 @@ class Ledger:
         fresh = (part == UNTOUCHED) & (codes != ZERO)
         clash = (codes != ZERO) & (part != UNTOUCHED) & (part // 2 != codes // 2)
         if clash.any():
-            usage.conflict = usage.conflict or f"it is read by different norms, or also by data without a norm, in {read.where}"
+            usage.conflict = (
+                usage.conflict or f"it is read by different norms, or also by data without a norm, in {read.where}"
+            )
         part.copy_(torch.where(fresh, codes, part))
         if read not in usage.reads:
             usage.reads.append(read)

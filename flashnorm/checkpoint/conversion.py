@@ -1,0 +1,206 @@
+"""Where every stored tensor goes in the model: what Transformers does to names and layouts while loading.
+
+Checkpoints store experts one by one, or projections fused, and Transformers rearranges them on load. Nothing here knows
+those rearrangements: the loader's own conversions are run on numbered stand-ins, and the numbers tell where each
+position of a stored tensor ends up. This is the only file that touches the loader's internals.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import core_model_loading as loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from flashnorm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A stored tensor inside one parameter. For each parameter axis that the stored tensor has too:
+
+    `axes[parameter_axis] = (stored_axis, positions)`, where `positions[i]` is the position along the parameter's axis of
+    position i along the stored axis, -1 where it lies in another parameter; None means the same position.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]  # of the parameter
+    axes: dict[int, tuple[int, torch.Tensor | None]]
+
+
+def placements(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Placement]]:
+    """For every stored tensor (name -> shape) that the loader uses: where it goes. Others are absent.
+
+    `model`: the (hollow) Transformers model that will load the checkpoint. Raises `CheckpointError` where the loader
+    would reject the tensors' shapes.
+    """
+    return _Loader(model, shapes).run()
+
+
+def stored_name(model: nn.Module, parameter: str) -> str:
+    """The name under which a parameter of `model` is saved."""
+    saved = loading.revert_weight_conversion(model, {parameter: torch.zeros(1)})
+    return str(next(iter(saved)))
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """What one conversion does to the tensors of each of its patterns, learned in the layer of `target`."""
+
+    target: str
+    pieces: dict[str, list[Placement]]
+
+
+class _Loader:
+    """Replays the loader's bookkeeping over names and stand-ins."""
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]):
+        self.model, self.shapes = model, shapes
+        mapping = get_model_conversion_mapping(model)
+        self.renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
+        self.converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
+        self.parameters = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self.by_pattern = {p: c for c in self.converters for p in c.source_patterns}
+        self.learned: dict[Any, _Lesson] = {}
+
+    def run(self) -> dict[str, list[Placement]]:
+        found: dict[str, list[Placement]] = {}
+        groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name in sorted(self.shapes, key=loading.dot_natural_key):
+            target, pattern = self._target(name)
+            if target not in self.parameters:
+                continue
+            if pattern is None:
+                found[name] = [self._same(name, target)]
+            else:
+                groups[target][pattern].append(name)
+        for target, sources in groups.items():
+            found.update(self._converted(target, sources))
+        return found
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        target, pattern = loading.rename_source_key(name, self.renamings, self.converters, prefix, self.parameters)
+        if target not in self.parameters and name in self.parameters:
+            target, pattern = loading.rename_source_key(name, [], [], prefix, self.parameters)
+        return target, pattern
+
+    def _same(self, name: str, target: str) -> Placement:
+        shape = tuple(self.parameters[target])
+        if tuple(self.shapes[name]) != shape:
+            raise CheckpointError(
+                f"{name} is stored with shape {list(self.shapes[name])} but the config asks for {list(shape)}; "
+                "the checkpoint and its config.json do not belong together"
+            )
+        return Placement(target, shape, {axis: (axis, None) for axis in range(len(shape))})
+
+    def _converted(self, target: str, sources: dict[str, list[str]]) -> dict[str, list[Placement]]:
+        """Learn one conversion from its first two tensors of each kind, and carry it over to the rest of each list."""
+        converter = self.by_pattern[next(iter(sources))]
+        for names in sources.values():
+            if any(self.shapes[n] != self.shapes[names[0]] for n in names):
+                raise CheckpointError(f"{names[0]} and its siblings have different shapes; the checkpoint is damaged")
+        signature = (id(converter), tuple((p, len(n) > 1, self.shapes[n[0]]) for p, n in sources.items()))
+        if signature not in self.learned:
+            self.learned[signature] = self._learn(converter, target, sources)
+        lesson = self.learned[signature]
+        return {
+            name: [
+                replace(piece, parameter=_rename(piece.parameter, lesson.target, target))
+                for piece in lesson.pieces[pattern]
+            ]
+            for pattern, names in sources.items()
+            for name in names
+        }
+
+    def _learn(self, converter: Any, target: str, sources: dict[str, list[str]]) -> _Lesson:
+        pieces: dict[str, list[Placement]] = {}
+        for pattern, names in sources.items():
+            axes: dict[str, dict[int, tuple[int, torch.Tensor | None]]] = defaultdict(dict)
+            for axis, length in enumerate(self.shapes[names[0]]):
+                for parameter, landed in self._follow(converter, target, sources, pattern, axis).items():
+                    where = _axis_of(landed, length)
+                    if where is not None:
+                        axes[parameter][where[0]] = (axis, where[1])
+            pieces[pattern] = [
+                Placement(parameter, tuple(self.parameters[parameter]), found) for parameter, found in axes.items()
+            ]
+        return _Lesson(target, pieces)
+
+    def _follow(
+        self, converter: Any, target: str, sources: dict[str, list[str]], pattern: str, axis: int
+    ) -> dict[str, torch.Tensor]:
+        """Number the positions along one axis of the first tensor of `pattern`, convert, and return what came out."""
+        try:
+            return self._convert(converter, target, sources, pattern, axis, narrow=True)
+        except Exception:  # a conversion that checks sizes rejects narrow stand-ins in its own way; full ones must do
+            return self._convert(converter, target, sources, pattern, axis, narrow=False)
+
+    def _convert(
+        self, converter: Any, target: str, sources: dict[str, list[str]], pattern: str, axis: int, narrow: bool
+    ) -> dict[str, torch.Tensor]:
+        run = copy.deepcopy(converter)
+        for other, names in sources.items():
+            for position, name in enumerate(names[:2] if narrow else names):
+                shape = list(self.shapes[name])
+                if narrow:
+                    shape = [n if d == axis else min(n, 8) for d, n in enumerate(shape)]
+                stand_in = torch.zeros(shape)
+                if other == pattern and position == 0:
+                    numbers = torch.arange(1, shape[axis] + 1, dtype=torch.float32)
+                    stand_in += numbers.view([-1 if d == axis else 1 for d in range(len(shape))])
+                run.add_tensor(target, name, other, stand_in)
+        with _quiet():
+            converted = run.convert(target, model=self.model, config=getattr(self.model, "config", None))
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in converted.items()
+            if (tensor[0] if isinstance(tensor, list) else tensor).any()
+        }
+
+
+def _rename(parameter: str, learned_for: str, target: str) -> str:
+    """Carry a parameter name from the layer it was learned in over to the layer of `target`."""
+    if learned_for == target:
+        return parameter
+    learned, wanted, parts = learned_for.split("."), target.split("."), parameter.split(".")
+    changed = {i: w for i, (a, w) in enumerate(zip(learned, wanted, strict=True)) if a != w}
+    return ".".join(changed.get(i, part) for i, part in enumerate(parts))
+
+
+def _axis_of(landed: torch.Tensor, length: int) -> tuple[int, torch.Tensor | None] | None:
+    """Along which axis of a converted tensor the numbers run, and which position each stored position took."""
+    for axis in range(landed.ndim):
+        others = [d for d in range(landed.ndim) if d != axis]
+        line = landed.amax(others) if others else landed
+        shape = [-1 if d == axis else 1 for d in range(landed.ndim)]
+        if not ((landed == 0) | (landed == line.view(shape))).all() or (line > 0).sum() < min(length, 2):
+            continue
+        positions = torch.full((length,), -1, dtype=torch.int64)
+        taken = (line > 0).nonzero().flatten()
+        positions[line[taken].long() - 1] = taken
+        if len(torch.unique(line[taken])) != len(taken):
+            continue
+        same = len(line) == length and positions.equal(torch.arange(length))
+        return axis, None if same else positions
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The loader logs its own report of a failed conversion; ours is the error that is raised."""
+    logger = logging.getLogger("transformers.core_model_loading")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

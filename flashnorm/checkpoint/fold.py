@@ -1,0 +1,84 @@
+"""`flashnorm.fold_checkpoint`: audit, plan and apply, from a folder to a new folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from flashnorm.checkpoint.apply import apply_plan
+from flashnorm.checkpoint.conversion import placements, stored_name
+from flashnorm.checkpoint.manifest import is_folded, read_manifest
+from flashnorm.checkpoint.plan import FoldPlan
+from flashnorm.checkpoint.planner import plan_fold
+from flashnorm.checkpoint.source import Source, open_source
+from flashnorm.errors import Refusal
+from flashnorm.passes.fold import FoldReport
+from flashnorm.sites.audit import report_of, trace_fully
+from flashnorm.sites.build import hollow_model, read_config
+from flashnorm.sites.tying import tie_flags, untie_head
+
+
+def fold_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    untie: bool = False,
+    trust_remote_code: bool = False,
+    quiet: bool = True,
+) -> FoldReport:
+    """Fold the norm gains of the checkpoint folder `src` and write the result to the new folder `dst`.
+
+    Compatible mode (default) keeps the gains at their identity, so that stock loaders work; `strict` removes them, for
+    `flashnorm.load`. `untie` gives a tied head a weight of its own, so that the final norm can be folded as well.
+    Products are taken in float32 or better and rounded once; every other byte of the folder is kept. `dst` appears
+    whole or not at all. An already folded `src` is left alone: the report repeats its manifest and `dst` is not made.
+
+    Raises `Refusal` (with its subclasses) on every input that cannot be folded safely; nothing is written then.
+    """
+    if is_folded(src):
+        manifest = read_manifest(src)
+        return FoldReport([site.norm for site in manifest.sites], dict(manifest.skipped), already_folded=True)
+    source = open_source(src)
+    plan = make_plan(source, strict=strict, untie=untie, trust_remote_code=trust_remote_code)
+    if not plan.sites:
+        raise Refusal(f"nothing in {source.folder} can be folded: {_first_reason(plan)}; see `flashnorm audit`")
+    apply_plan(source, plan, dst, quiet=quiet)
+    grown = sum(source.tensors[origin].nbytes for origin in plan.additions.values())
+    return FoldReport([site.norm for site in plan.sites], dict(plan.skipped), grown_bytes=grown)
+
+
+def make_plan(
+    source: Source, *, strict: bool = False, untie: bool = False, trust_remote_code: bool = False
+) -> FoldPlan:
+    """Audit the model of an opened checkpoint and plan its fold."""
+    config = read_config(source.folder, trust_remote_code)
+    model = hollow_model(config, trust_remote_code)
+    additions: dict[str, str] = {}
+    changes: dict[tuple[str, ...], object] = {}
+    shapes = {name: tuple(info.shape) for name, info in source.tensors.items()}
+    if untie:
+        additions, changes = _untie(source, model, config)
+        shapes.update({name: shapes[origin] for name, origin in additions.items()})
+    report = report_of(model, trace_fully(model))
+    placed = placements(model, shapes)
+    if strict:
+        changes[("flashnorm",)] = {"mode": "strict"}
+    return plan_fold(source, report, placed, strict=strict, additions=additions, config_changes=changes)
+
+
+def _untie(source: Source, model: nn.Module, config: Any) -> tuple[dict[str, str], dict[tuple[str, ...], object]]:
+    """Untie `model` in place; the stored tensors to add (name -> copied from) and the tie flags to change."""
+    heads = untie_head(model)
+    if not heads:
+        raise Refusal(f"{source.folder} has no tied head, so there is nothing to untie; leave --untie out")
+    placed = placements(model, {name: tuple(info.shape) for name, info in source.tensors.items()})
+    homes = {piece.parameter: name for name, pieces in placed.items() for piece in pieces}
+    additions = {stored_name(model, head): homes[embedding] for head, embedding in heads.items() if head not in homes}
+    return additions, tie_flags(config)
+
+
+def _first_reason(plan: FoldPlan) -> str:
+    return next(iter(plan.skipped.values()), "it has no norms")

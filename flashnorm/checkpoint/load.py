@@ -1,0 +1,44 @@
+"""`flashnorm.load`: a Transformers model from any checkpoint folder, strict folded ones included."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashnorm.checkpoint.manifest import Manifest, is_folded, read_manifest
+from flashnorm.errors import CheckpointError
+from flashnorm.sites.build import model_class, read_config
+
+
+def load(folder: str | os.PathLike[str], *, trust_remote_code: bool = False, **options: Any) -> nn.Module:
+    """Load a checkpoint folder with stock `from_pretrained`; in a strict folded one, set the absent gains to one.
+
+    `options` go to `from_pretrained` (dtype, device_map, ...). Raises `ConfigError` where the model cannot be built and
+    `CheckpointError` where weights other than the folded gains are missing.
+    """
+    cls = model_class(read_config(folder, trust_remote_code), trust_remote_code)
+    if hasattr(cls, "from_config"):
+        options["trust_remote_code"] = trust_remote_code
+    manifest = read_manifest(folder) if is_folded(folder) else None
+    if manifest is None or manifest.mode != "strict":
+        return cls.from_pretrained(folder, **options).eval()
+    model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
+    _set_identity(model, manifest, set(info["missing_keys"]))
+    return model.eval()
+
+
+def _set_identity(model: nn.Module, manifest: Manifest, missing: set[str]) -> None:
+    """The gains that strict mode removed become one, whatever the loader put in their place."""
+    gains = dict(model.named_parameters(remove_duplicate=False))
+    for site in manifest.sites:
+        own = [n for n in missing if n.rpartition(".")[0] == site.norm]
+        if len(own) != 1:
+            raise CheckpointError(f"{site.norm} should lack exactly its gain, but the loader misses {own or 'nothing'}")
+        with torch.no_grad():
+            gains[own[0]].fill_(1.0 - site.offset)
+        missing.discard(own[0])
+    if missing:
+        raise CheckpointError(f"the folder lacks {sorted(missing)[0]} and {len(missing) - 1} more; it is damaged")
