@@ -95,7 +95,7 @@ def _small_values(current: dict[str, Any], fields: dict[str, dataclasses.Field],
 def _like(current: Any, small: Any) -> Any:
     """`small` in the shape of `current`: a pair keeps its length, a boolean stays, a size per layer becomes one."""
     if isinstance(current, (list, tuple)) and len(current) == 2:
-        return type(current)(small for _ in current)
+        return [small, small]
     return current if isinstance(current, bool) else small
 
 

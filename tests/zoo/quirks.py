@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+# Gemma 4's speculative heads compute no keys and values of their own and refuse the per-layer embeddings.
+_ASSISTANT_TEXT: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "enable_moe_block": False,
+}
+
 # What a config class needs before it can be instantiated at all.
 REQUIRED: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {
-        "text_config": {
-            "model_type": "gemma4_text",
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-            "num_kv_shared_layers": 30,
-        }
-    },
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "num_hidden_layers": 2} | _ASSISTANT_TEXT},
 }
 
 # By the config's own model type, wherever it occurs: fields that win over the rules. A dict for a sub-config's name
@@ -25,6 +27,7 @@ CONFIG: dict[str, dict[str, Any]] = {
         "local_attention_window_len": 8,
         "encoder_config": {"hidden_size_global": 64},
         "decoder_config": {"hidden_size_global": 64},
+        "global_config": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 112},
     },
     "codegen": {"rotary_dim": 8},
     "cohere2_moe": {
@@ -42,7 +45,12 @@ CONFIG: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 112, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 12},
+    "deepseek_v4": {
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "index_topk": 2,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+    },
     "dots3_note_text": {
         "swa_num_attention_heads": 2,
         "swa_num_key_value_heads": 2,
@@ -63,6 +71,8 @@ CONFIG: dict[str, dict[str, Any]] = {
         "enable_moe_block": True,
     },
     "gemma4": {"text_config": {"enable_moe_block": False}},
+    "gemma4_assistant": {"backbone_hidden_size": 40, "text_config": _ASSISTANT_TEXT},
+    "gemma4_unified_assistant": {"backbone_hidden_size": 40, "text_config": {"num_kv_shared_layers": 2}},
     "gemma4_unified_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
@@ -86,6 +96,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

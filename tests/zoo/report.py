@@ -31,7 +31,7 @@ def state_of(family: str, model_type: str) -> str:
 def _check(model: torch.nn.Module, family: str) -> str:
     inputs = forward_inputs(model, family)
     before = logits(model, inputs)
-    other = {k: v.flip(-1) if k.endswith("input_ids") else v for k, v in inputs.items()}
+    other = {k: v.flip(0) if k.endswith(("input_ids", "inputs_embeds")) else v for k, v in inputs.items()}
     if not torch.isfinite(before).all():
         return "the logits are not finite"
     if torch.allclose(before, logits(model, other)):
