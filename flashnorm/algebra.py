@@ -12,7 +12,7 @@ Notation, for one token x of width K and a linear (W: (N, K), c: (N,)) that read
     cancel    n₂(W n₁(x)) = n₂(W x), with another epsilon       `carried_epsilon`
     center    W x − mean(W x) = (W − mean of its rows) x        `center`
     GLU       act(s a) ⊙ (s b) = s^(d+1) act(a) ⊙ b             `defer_glu_scale`
-    LoRA      (B A) diag(g) = B (A diag(g))                     `fold_lora`
+    LoRA      (W + B A) diag(g) = W diag(g) + B (A diag(g))      `fold_lora`, `lora_shift`
 
 Fold and defer are those of FlashNorm (Graef et al., arXiv:2407.09577); the epsilon of `carried_epsilon` makes its
 cancellation exact.
@@ -304,6 +304,18 @@ def unfold_lora(
     if _reads_input(axis):
         return unfold_gain(lora_a, gain, -1, channels), lora_b
     return lora_a, unfold_gain(lora_b, gain, -2, channels)
+
+
+def lora_shift(lora_a: Tensor, lora_b: Tensor, shift: Tensor, channels: Tensor | None = None) -> Tensor:
+    """B A b: what the adapter (A, B) of the original W lacks once the norm's bias b has moved into the next bias.
+
+        (W + s B A) (g ⊙ n + b) + c = (W + s B A) diag(g) n + (c + W b) + s B A b
+
+    `lora_a`: (R, K). `lora_b`: (N, R). `shift`, `channels`: as for `fold_shift` on W. Returns (N,) in the dtype of
+    `lora_b`, to be added before the scaling s. Raises `ShapeError` as `fold_shift` does.
+    """
+    wide = _wide(lora_a, lora_b, shift)
+    return (lora_b.to(wide) @ fold_shift(lora_a.to(wide), shift, channels=channels)).to(lora_b.dtype)
 
 
 def _reads_input(axis: int) -> bool:

@@ -316,6 +316,22 @@ def test_unfold_lora_inverts_fold_lora(data, width, rank, axis):
         assert_same(actual, expected, expected.abs())
 
 
+@holds_for(st.data(), widths, widths, st.integers(1, 3))
+def test_lora_follows_its_weight_when_the_norm_bias_moves(data, width, outputs, rank):
+    """(W + B A)(g ⊙ n + b) + c = (W' + B A') n + (c + W b) + B A b."""
+    channels = data.draw(channel_maps(width))
+    inputs = width if channels is None else len(channels)
+    n, gain, shift = data.draw(activations(width)), data.draw(tensors(width)), data.draw(tensors(width))
+    weight, bias = data.draw(tensors((outputs, inputs))), data.draw(tensors(outputs))
+    a, b = data.draw(tensors((rank, inputs))), data.draw(tensors((outputs, rank)))
+    expected = read(n * gain + shift, channels, rest=0.5) @ (weight + b @ a).T + bias
+
+    folded = algebra.fold_gain(weight, gain, channels=channels) + b @ algebra.fold_lora(a, b, gain, 1, channels)[0]
+    moved = algebra.fold_shift(weight, shift, bias, channels=channels) + algebra.lora_shift(a, b, shift, channels)
+    terms = read((n * gain).abs() + shift.abs(), channels, rest=0.5) @ (weight.abs() + b.abs() @ a.abs()).T + bias.abs()
+    assert_same(read(n, channels, rest=0.5) @ folded.T + moved, expected, terms)
+
+
 def test_lora_of_stacked_experts_is_the_lora_of_each():
     a, b, gain = random_tensor(3, 2, 5, seed=1), random_tensor(3, 4, 2, seed=2), random_tensor(5, seed=3)
     new_a, _ = algebra.fold_lora(a, b, gain)
@@ -347,6 +363,7 @@ CALLS = {
     "defer_glu_scale": lambda x, w, g, c: algebra.defer_glu_scale(x, x, x[..., :1].abs(), torch.relu, 1)[0],
     "fold_lora": lambda x, w, g, c: algebra.fold_lora(w, w.T, g)[0],
     "unfold_lora": lambda x, w, g, c: algebra.unfold_lora(w, w.T, g)[0],
+    "lora_shift": lambda x, w, g, c: algebra.lora_shift(w, w.T, g),
 }
 PER_TOKEN_OR_GAIN = {"mean_square", "rms", "gain_of", "carried_epsilon"}
 
@@ -454,6 +471,10 @@ FAULTS = {  # what goes wrong: (the wrong formula, the right result)
     "adapter scaled at its output": (
         N @ (algebra.fold_gain(W, G) + algebra.fold_lora(A, B, G, axis=0)[1] @ A).T,
         (G * N) @ (W + B @ A).T,
+    ),
+    "adapter's share of the moved bias forgotten": (
+        N @ (algebra.fold_gain(W, G) + B @ algebra.fold_lora(A, B, G)[0]).T + algebra.fold_shift(W, SHIFT),
+        (G * N + SHIFT) @ (W + B @ A).T,
     ),
 }
 
