@@ -1,4 +1,4 @@
-"""Install torch into the environment that runs this file, without pulling gigabytes of CUDA onto a machine without a GPU.
+"""Install torch into the environment that runs this file, without gigabytes of CUDA on a machine without a GPU.
 
 Usage: `.venv/bin/python tools/install_torch.py CONSTRAINTS`.
 

@@ -8,16 +8,20 @@ would give another model; here each is translated or refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from flashnorm.checkpoint.gguf_file import metadata, open_gguf
-from flashnorm.checkpoint.gguf_rope import FREQUENCY_FACTORS, llama3_rope
+from flashnorm.checkpoint.gguf_rope import FREQUENCY_FACTORS
+from flashnorm.checkpoint.gguf_settings import complete_config, ignored_settings
 from flashnorm.checkpoint.staging import LAST, check_output, new_file, new_folder
 from flashnorm.errors import CheckpointError, ConfigError
 
@@ -42,6 +46,7 @@ class ImportReport:
     parameters: int  # distinct values: a tied head counts once
     tokenizer: bool
     chat_template: bool
+    ignored: tuple[str, ...]  # metadata keys of the architecture whose value occurs nowhere in the config
 
 
 def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> ImportReport:
@@ -55,9 +60,10 @@ def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch
     file, out = Path(file), Path(out)
     check_output(file, out)
     reader = open_gguf(file)
-    config = _read_config(file, reader)
-    model = _load(file, reader, config, dtype)
-    tokenizer = _read_tokenizer(file, reader)
+    with _alone(file) as location:
+        config = _read_config(file, reader, location)
+        model = _load(file, reader, config, dtype, location)
+        tokenizer = _read_tokenizer(file, reader, location)
     _set_special_tokens(model, reader)
     _write(model, tokenizer, out)
     return ImportReport(
@@ -69,7 +75,16 @@ def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch
         parameters=_distinct_values(model),
         tokenizer=tokenizer is not None,
         chat_template=getattr(tokenizer, "chat_template", None) is not None,
+        ignored=ignored_settings(reader, model.config),
     )
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[dict[str, Any]]:
+    """Arguments that make `from_pretrained` read `file` and none of the configs that may lie beside it."""
+    with TemporaryDirectory(prefix="flashnorm-gguf-") as folder:
+        (Path(folder) / "model.gguf").symlink_to(file.resolve())
+        yield {"pretrained_model_name_or_path": folder, "gguf_file": "model.gguf"}
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
@@ -84,53 +99,27 @@ def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
             os.write(descriptor, config)
 
 
-def _read_config(file: Path, reader: GGUFReader) -> PreTrainedConfig:
+def _read_config(file: Path, reader: GGUFReader, location: dict[str, Any]) -> PreTrainedConfig:
     architecture = metadata(reader, "general.architecture")
     try:
-        config = AutoConfig.from_pretrained(file.absolute().parent, gguf_file=file.name)
+        config = AutoConfig.from_pretrained(**location)
     except (ValueError, KeyError) as error:
         raise ConfigError(
             f"{file} holds a model of architecture {architecture!r}, which Transformers {transformers.__version__} "
             "cannot read from a GGUF; start from the model's safetensors checkpoint instead"
         ) from error
-    rope = _rope_parameters(file, reader, config)
-    if rope is not None:
-        config.rope_parameters = rope
+    complete_config(file, reader, config)
     return config
 
 
-def _rope_parameters(file: Path, reader: GGUFReader, config: PreTrainedConfig) -> dict[str, Any] | None:
-    """RoPE settings that Transformers did not take over; None when there are none.
-
-    Raises `CheckpointError` for a kind that cannot be expressed exactly.
-    """
-    architecture = metadata(reader, "general.architecture")
-    factors = next((tensor for tensor in reader.tensors if tensor.name == FREQUENCY_FACTORS), None)
-    scaling = metadata(reader, f"{architecture}.rope.scaling.type", "none")
-    current = dict(getattr(config, "rope_parameters", None) or {})
-    if factors is not None:
-        rope = llama3_rope(torch.from_numpy(factors.data.copy()), current)
-        if rope is None:
-            raise CheckpointError(
-                f"{file} stores RoPE frequency factors that are not Llama 3's and cannot be expressed in a config; "
-                "start from the model's safetensors checkpoint instead"
-            )
-        return rope
-    if scaling != "none" and current.get("rope_type", "default") == "default":
-        raise CheckpointError(
-            f"{file} scales RoPE by {scaling!r}, which Transformers does not take over from a GGUF of architecture "
-            f"{architecture!r}; start from the model's safetensors checkpoint instead"
-        )
-    return None
-
-
-def _load(file: Path, reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load(
+    file: Path, reader: GGUFReader, config: PreTrainedConfig, dtype: torch.dtype, location: dict[str, Any]
+) -> PreTrainedModel:
     """The dequantised model, rebuilt so that Transformers takes it for an ordinary one and agrees to save it."""
     options: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):  # where packed weights are the default (Transformers 5.2x)
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model_class = _model_class(file, config)
-    loaded, info = model_class.from_pretrained(file.absolute().parent, gguf_file=file.name, **options)
+    loaded, info = _model_class(file, config).from_pretrained(**location, **options)
     if info["missing_keys"] or info["mismatched_keys"]:
         name = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))[0]
         raise CheckpointError(
@@ -190,13 +179,16 @@ def _refuse_non_finite(file: Path, model: PreTrainedModel) -> None:
             )
 
 
-def _read_tokenizer(file: Path, reader: GGUFReader) -> Any:
-    """The tokenizer that the GGUF describes; None when it describes none."""
+def _read_tokenizer(file: Path, reader: GGUFReader, location: dict[str, Any]) -> Any:
+    """The tokenizer that the GGUF describes; None when it describes none.
+
+    It keeps the generic class, which loads as it was saved: an architecture's own would rebuild parts of itself.
+    """
     kind = metadata(reader, "tokenizer.ggml.model")
     if kind in (None, "none"):
         return None
     try:
-        return AutoTokenizer.from_pretrained(file.absolute().parent, gguf_file=file.name)
+        return PreTrainedTokenizerFast.from_pretrained(**location)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file} has a tokenizer of kind {kind!r}, which Transformers cannot rebuild; "

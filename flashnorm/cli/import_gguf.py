@@ -42,3 +42,6 @@ def command(
         f"{report.out}: {report.model_type}, {report.parameters:,} parameters in {report.dtype}, {extras} "
         f"(from {report.architecture} in {report.source})"
     )
+    if report.ignored:
+        names = ", ".join(report.ignored)
+        typer.echo(f"Settings that Transformers does not take over, now at its defaults: {names}", err=True)
