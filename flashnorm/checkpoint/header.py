@@ -182,7 +182,7 @@ def _tensor(name: str, entry: Any, data_start: int, path: Path) -> TensorInfo:
     except (KeyError, TypeError, ValueError):
         whole = False
     _refuse_unless(whole, path, f"its entry for {name!r} lacks a dtype, a shape or byte offsets")
-    if code not in _BITS:
+    if not isinstance(code, str) or code not in _BITS:
         raise CheckpointError(
             f"{path} stores {name!r} as {code!r}, a number format that this version does not know; "
             f"convert the checkpoint to one of {', '.join(sorted(DTYPES))}"

@@ -5,7 +5,6 @@ A config can be stripped of its quantisation entry and often is, so the tensors 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,21 @@ _SIDE_FILES = {
     "hf_quant_config.json": "ModelOpt",
     "qmodel.pt": "HQQ",
 }
-# The end of a stored name that only one kind of packing gives, and what that kind is called.
-_NAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(rf"(^|\.)({pattern})$"), scheme)
-    for pattern, scheme in (
-        (r"qweight|qzeros|g_idx", "GPTQ or AWQ"),
-        (r"absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*|SCB|weight_format", "bitsandbytes"),
-        (r"weight_packed|weight_zero_point|weight_g_idx|weight_global_scale|input_global_scale", "compressed-tensors"),
-        (
-            r"\w*_scale_inv|weight_scale|weight_scale_2|weight_scales|(input|activation)_scale",
-            "scaled integers or fp8",
-        ),
-        (r"W_q|W_q_packed", "HQQ"),
-        (r"\w*_qdata", "torchao"),
-        (r"weight\._data|weight\._scale", "quanto"),
-        (r"codebooks|Qidxs|centroids|dense_weights", "codebook quantisation"),
-    )
-)
+# The last part of a stored name that only one kind of packing gives, and what that kind is called.
+_LAST_PARTS = {
+    part: scheme
+    for scheme, parts in {
+        "GPTQ or AWQ": "qweight qzeros g_idx",
+        "bitsandbytes": "absmax nested_absmax quant_map nested_quant_map weight_format SCB",
+        "compressed-tensors": "weight_packed weight_zero_point weight_g_idx weight_global_scale input_global_scale",
+        "scaled integers or fp8": "weight_scale weight_scale_2 weight_scales input_scale activation_scale",
+        "HQQ": "W_q",
+        "codebooks": "codebooks Qidxs dense_weights",
+    }.items()
+    for part in parts.split()
+}
+_ENDS = {"_scale_inv": "scaled fp8", "_qdata": "torchao", "weight._data": "quanto", "weight._scale": "quanto"}
+_ALL_ENDS = tuple(_ENDS)
 _LOW_PRECISION = ("I8", "U8", "F4", "F6_E2M3", "F6_E3M2")
 _INTEGERS = ("I16", "U16", "I32", "U32", "I64", "U64")
 
@@ -74,9 +71,13 @@ def _settings(config: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str
 
 
 def _kind(info: TensorInfo, tensors: dict[str, TensorInfo]) -> str | None:
-    for pattern, scheme in _NAMES:
-        if pattern.search(info.name):
-            return scheme
+    scheme = _LAST_PARTS.get(info.name.rpartition(".")[2])
+    if scheme:
+        return scheme
+    if info.name.endswith(_ALL_ENDS):
+        return next(scheme for end, scheme in _ENDS.items() if info.name.endswith(end))
+    if ".quant_state." in info.name:
+        return "bitsandbytes"
     if info.name.endswith("_blocks") and f"{info.name.removesuffix('_blocks')}_scales" in tensors:
         return "MXFP4"
     # A first dimension of one is a mask or a table of positions, as old checkpoints store them, not a weight.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -201,9 +202,12 @@ def stream(source: Path, output: int, segments: Sequence[Segment], meter: Meter,
 
 def _open(path: Path, resources: ExitStack) -> int:
     try:
-        return resources.enter_context(path.open("rb", buffering=0)).fileno()
+        descriptor = resources.enter_context(path.open("rb", buffering=0)).fileno()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; it was readable a moment ago") from error
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # reads further ahead
+    return descriptor
 
 
 def _runs(start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,74 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from flashnorm.checkpoint.source import open_source
+from flashnorm.checkpoint.tree import list_files
+from flashnorm.errors import CheckpointError
+from tests.checkpoint.tiny import write_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_checkpoint(tmp_path / "source")
+
+
+def test_every_file_but_no_bookkeeping(folder):
+    for name in (".git/config", ".cache/huggingface/x.metadata", "code/.cache/kept", ".gitattributes"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    files = list_files(folder)
+    assert {"code/.cache/kept", ".gitattributes", "code/modeling_custom.py", "empty"} <= set(files)
+    assert not any(name.startswith((".git/", ".cache/")) for name in files)
+
+
+def test_link_to_nothing(folder):
+    (folder / "tokenizer.model").symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is a link to a file that does not exist"):
+        open_source(folder)
+
+
+def test_link_to_a_folder_is_followed(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "note").touch()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    assert "linked/note" in list_files(folder)
+
+
+def test_link_to_its_own_folder(folder):
+    (folder / "code" / "loop").symlink_to("..")
+    with pytest.raises(CheckpointError, match="loop is a link to a folder that it lies in"):
+        list_files(folder)
+
+
+def test_pipe(folder):
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
+        list_files(folder)
+
+
+def test_unreadable_file(folder, monkeypatch):
+    unchanged = Path.open
+
+    def deny(path, *arguments, **options):  # the superuser may read everything, so permissions cannot be tested as one
+        if path.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied")
+        return unchanged(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", deny)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: permission denied"):
+        open_source(folder)
+
+
+def test_unreadable_subfolder(folder, monkeypatch):
+    unchanged = os.listdir
+
+    def deny(path):
+        if Path(path).name == "code":
+            raise PermissionError(13, "Permission denied")
+        return unchanged(path)
+
+    monkeypatch.setattr(os, "listdir", deny)
+    with pytest.raises(CheckpointError, match="code cannot be read: permission denied"):
+        open_source(folder)
