@@ -17,6 +17,7 @@ _EXPORTS = {
     "audit": "flashnorm.sites.audit",
     "fold": "flashnorm.passes.fold",
     "fold_checkpoint": "flashnorm.checkpoint.fold",
+    "import_gguf": "flashnorm.checkpoint.gguf_import",
     "load": "flashnorm.checkpoint.load",
     "VerifyReport": "flashnorm.verify.report",
     "verify": "flashnorm.verify.battery",

@@ -53,7 +53,7 @@ def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch
     """Dequantise the GGUF `file` to the Transformers checkpoint folder `out`, with tokenizer and chat template.
 
     Each value is dequantised in fp32 and rounded once to `dtype` (fp32 keeps it exactly). Needs the extra `gguf` and
-    memory for the whole model in fp32. Raises `CheckpointError` for a file that is not a whole GGUF, that stores
+    memory for the whole model in `dtype`. Raises `CheckpointError` for a file that is not a whole GGUF, that stores
     something the model would lack, or whose values do not fit `dtype`; `ConfigError` for an architecture that
     Transformers cannot read from a GGUF; `OutputError` when `out` exists or cannot be written. Nothing is left behind.
     """
@@ -72,7 +72,7 @@ def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch
         architecture=metadata(reader, "general.architecture"),
         model_type=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
-        parameters=_distinct_values(model),
+        parameters=_count(model),
         tokenizer=tokenizer is not None,
         chat_template=getattr(tokenizer, "chat_template", None) is not None,
         ignored=ignored_settings(reader, model.config),
@@ -88,8 +88,7 @@ def _alone(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
-    size = sum(value.nbytes for value in model.state_dict().values())
-    with new_folder(out, size) as folder:
+    with new_folder(out, sum(value.nbytes for value in _distinct(model))) as folder:
         model.save_pretrained(folder)
         config = (folder / LAST).read_bytes()
         (folder / LAST).unlink()
@@ -158,7 +157,7 @@ def _refuse_unread(file: Path, reader: GGUFReader, model: PreTrainedModel) -> No
         and not (tied and tensor.name == "output.weight")  # a second copy of the embedding
         and not tensor.name.startswith(f"blk.{layers}.")  # a multi-token-prediction block, which the model lacks
     ]
-    stored, arrived = sum(int(tensor.n_elements) for tensor in expected), _distinct_values(model)
+    stored, arrived = sum(int(tensor.n_elements) for tensor in expected), _count(model)
     if stored != arrived:
         raise CheckpointError(
             f"{file} stores {stored:,} values but the {model.config.model_type} model built from it has {arrived:,}, "
@@ -166,8 +165,13 @@ def _refuse_unread(file: Path, reader: GGUFReader, model: PreTrainedModel) -> No
         )
 
 
-def _distinct_values(model: PreTrainedModel) -> int:
-    return sum({value.data_ptr(): value.numel() for value in model.state_dict().values()}.values())
+def _distinct(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The model's tensors, each tied one once."""
+    return list({value.data_ptr(): value for value in model.state_dict().values()}.values())
+
+
+def _count(model: PreTrainedModel) -> int:
+    return sum(value.numel() for value in _distinct(model))
 
 
 def _refuse_non_finite(file: Path, model: PreTrainedModel) -> None:
