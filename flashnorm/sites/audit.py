@@ -14,8 +14,8 @@ from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy
 from flashnorm.sites.inputs import trace_runs
 from flashnorm.sites.tracing import Trace, trace
-from flashnorm.sites.types import Site
 from flashnorm.sites.tying import untie_head
+from flashnorm.sites.types import Site
 
 # Longer and longer inputs, until every expert of a mixture has been seen reading.
 _TOKEN_LADDER = (6, 64, 512)

@@ -320,7 +320,7 @@ def _side(
 
 @rule("convolution")
 def convolved(call: Call) -> Any:
-    x, weight, bias = call.args[:3]
+    weight, bias = call.args[1:3]
     transposed, groups = call.args[6], call.args[8]
     located = call.context.locate(weight)
     codes = call.codes(0)
@@ -365,7 +365,7 @@ def _parameter(bias: Any) -> torch.Tensor | None:
 # Operations that look at a tensor's shape or dtype, not at its values.
 VALUE_FREE = {
     "empty_like", "new_empty", "new_ones", "new_full", "ones_like", "full_like", "rand_like", "randn_like",
-    "new_empty_strided", "sym_size", "sym_stride", "sym_numel", "is_same_size", "size", "stride", "_has_compatible_shallow_copy_type",
+    "new_empty_strided", "sym_size", "sym_stride", "sym_numel", "is_same_size", "size", "stride",
 }  # fmt: skip
 
 

@@ -165,7 +165,7 @@ class _Follower(HollowMode):
             elif base not in PRODUCTS and base not in VALUE_FREE:  # the rules of products record what they read
                 ledger.use(located.name, base, self.where())
 
-    # --- norms ----------------------------------------------------------------------------------------------------------
+    # --- norms ---------------------------------------------------------------------------------------------------
 
     def enter_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.inside_norm:
@@ -197,8 +197,11 @@ class _Follower(HollowMode):
                 return
 
     def leave_model(self, output: Any) -> None:
-        tensors = output.values() if isinstance(output, dict) else [output]
-        for tensor in tree_flatten(list(tensors))[0]:
+        """What the model returns must not change. A model with logits is judged by them: the hidden states that it
+        returns beside them are by-products, and a final norm's would otherwise keep every such norm from folding."""
+        if isinstance(output, dict):
+            output = output["logits"] if "logits" in output else list(output.values())
+        for tensor in tree_flatten(output)[0]:
             if isinstance(tensor, torch.Tensor) and tagged(self.shadows.get(tensor)):
                 self.record.block(
                     self._codes(tensor), "model-output", "return", "the model", "it is an output of the model"

@@ -85,7 +85,7 @@ class Ledger:
             self._copies[storage._cdata] = (StorageWeakRef(storage), copy.shape, located)
 
     def read(self, located: Located, dim: int, codes: torch.Tensor, read: Read) -> bool:
-        """Record that `codes` (one per position of dimension `dim`) meet the parameter. False if it cannot be said where."""
+        """Record that `codes`, one per position of `dim`, meet the parameter. False where no axis can be named."""
         usage = self.usage[located.name]
         walk = located.axes[dim]
         if walk is None or sum(1 for w in located.axes if w is not None and w[0] == walk[0]) != 1:
