@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from flashnorm.cli import audit, fold, import_gguf, unfold
+from flashnorm.cli import audit, fold, import_gguf, lora, unfold
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
@@ -43,6 +43,7 @@ def _root(
 app.command("audit")(audit.command)
 app.command("fold")(fold.command)
 app.command("import-gguf")(import_gguf.command)
+app.command("lora")(lora.command)
 app.command("unfold")(unfold.command)
 
 

@@ -1,0 +1,239 @@
+"""A LoRA adapter of a model, made one for its folded form, and back.
+
+On a folded base a weight is W diag(g) and reads the norm without its gain, so the adapter's A must become A diag(g)
+(`algebra.fold_lora`); left as it is, the adapter loads without a word and computes something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from flashnorm import algebra
+from flashnorm.checkpoint.adapted import Target, copy_target, factors_target, find_weight
+from flashnorm.checkpoint.adapter import CONFIG, NOTE, WEIGHTS, Adapter, Note, Side, note_bytes, open_adapter
+from flashnorm.checkpoint.folded_base import FoldedBase, Gain, open_folded_base
+from flashnorm.checkpoint.staging import check_output, remove_leftovers, write_file
+from flashnorm.errors import CheckpointError, OutputError
+
+
+@dataclass(frozen=True)
+class LoraReport:
+    """What a translation did.
+
+    `base`: the base model that the new config names. `scaled`: the modules and parameters whose factors or copies
+    changed; `unchanged`: those that read no folded norm; `shifted`: those whose adapter now adds a constant, since a
+    norm's bias has moved.
+    """
+
+    out: str
+    side: Side
+    base: str | None
+    scaled: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    shifted: tuple[str, ...]
+
+
+def translate_lora(
+    adapter: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: Side = "folded",
+    trust_remote_code: bool = False,
+) -> LoraReport:
+    """Write the adapter folder `adapter`, made for the other side of a fold, to the new folder `out`.
+
+    `base`: the folded checkpoint. `to`: "folded" takes an adapter of the original base, "original" one that was trained
+    on the folded base. Base and adapter together compute the same before and after, up to one rounding of each changed
+    number to its dtype. All other files are kept; a note marks the output, so that it is not translated twice.
+
+    Raises `CheckpointError` where the adapter is not plain LoRA, changes a norm, does not match the base, was
+    translated already, or (`to="original"`) reads a gain of zero, and `OutputError` where `out` cannot be written;
+    nothing is left then.
+    """
+    source, dst = Path(adapter), Path(out)
+    check_output(source, dst)
+    check_output(Path(base), dst)
+    opened = open_adapter(source)
+    folded = open_folded_base(base, trust_remote_code=trust_remote_code)
+    _refuse_wrong_pair(opened, folded, to)
+    work = _translated(opened, folded, to)
+    _refuse_overflow(work.tensors)
+    config = _new_config(opened, folded, to, work)
+    note = Note(to, folded.fingerprint, opened.config.get("base_model_name_or_path"), opened.config.get("revision"))
+    changed = {
+        WEIGHTS: safetensors.torch.save(work.tensors, metadata=opened.metadata or None),
+        CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+        NOTE: note_bytes(note),
+    }
+    _write(opened, dst, changed)
+    base_name = config["base_model_name_or_path"]
+    return LoraReport(str(dst), to, base_name, tuple(work.scaled), tuple(work.unchanged), tuple(work.shifts))
+
+
+@dataclass
+class _Work:
+    """The new tensors by key, and what was done, while it is being done."""
+
+    tensors: dict[str, torch.Tensor]
+    scaled: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    shifts: dict[str, torch.Tensor] = field(default_factory=dict)  # module -> what its B must add
+
+    def record(self, name: str, changed: bool) -> None:
+        (self.scaled if changed else self.unchanged).append(name)
+
+
+def _refuse_wrong_pair(adapter: Adapter, base: FoldedBase, to: Side) -> None:
+    note = adapter.note
+    if note and note.side == to:
+        raise CheckpointError(f"{adapter.folder} was translated for the {to} base already; use it as it is")
+    if note and note.fingerprint != base.fingerprint:
+        raise CheckpointError(
+            f"{adapter.folder} was translated for another fold than {base.folder}; give the base of that fold"
+        )
+    for setting in ("trainable_token_indices", "ensure_weight_tying"):
+        if base.untied and adapter.config.get(setting):
+            raise CheckpointError(
+                f"{adapter.folder} sets {setting}, which acts on a tied head, but {base.folder} has its head untied; "
+                "fold the base without --untie"
+            )
+
+
+def _translated(adapter: Adapter, base: FoldedBase, to: Side) -> _Work:
+    work = _Work(dict(adapter.tensors))
+    targets = {}
+    for module, keys in adapter.factors.items():
+        key_a, key_b = (key for role, key in sorted(keys.items()) if role != "lora_B.bias")
+        targets[module] = factors_target(base, module, work.tensors[key_a], work.tensors[key_b])
+        _translate_factors(work, module, targets[module], key_a, key_b, to)
+    for path, key in adapter.copies.items():
+        _translate_copy(work, base, path, key, to)
+    for module in adapter.tokens:
+        weight = find_weight(base, f"{module}.weight")
+        if weight is None or weight.gains != ():
+            raise CheckpointError(
+                f"the adapter trains single rows of {module!r}, which folding scaled; train it on the folded base"
+            )
+        work.record(module, changed=False)
+    if work.shifts:
+        _add_biases(work, adapter, targets)
+    return work
+
+
+def _translate_factors(work: _Work, module: str, target: Target, key_a: str, key_b: str, to: Side) -> None:
+    a, b = work.tensors[key_a], work.tensors[key_b]
+    before = after = a.double(), b.double()  # factors are small, and so several gains still make one rounding
+    for gain, axis in target.gains:
+        change = algebra.fold_lora if to == "folded" else algebra.unfold_lora
+        with _zero_gains_named(gain, module):
+            after = change(*after, gain.values, axis, gain.channels)
+    work.tensors[key_a], work.tensors[key_b] = after[0].to(a.dtype), after[1].to(b.dtype)
+    work.record(module, changed=bool(target.gains))
+    # An adapter of the original sees the norm's bias b in its input, and adds B A b; on the folded base b is not there.
+    original, sign = (before, 1.0) if to == "folded" else (after, -1.0)
+    for gain, axis in target.gains:
+        if gain.shift is None:
+            continue
+        if axis != 1 or not target.module:
+            raise CheckpointError(
+                f"the adapter changes {target.weight.name}, and the bias of {gain.norm} has moved behind it, where "
+                "PEFT cannot add the adapter's share of it; train it on the folded base instead"
+            )
+        share = sign * algebra.lora_shift(*original, gain.shift, gain.channels)
+        work.shifts[module] = work.shifts.get(module, torch.zeros_like(share)) + share
+
+
+def _translate_copy(work: _Work, base: FoldedBase, path: str, key: str, to: Side) -> None:
+    """A whole weight that the adapter replaces changes as the base's own did."""
+    copy = work.tensors[key]
+    weight = copy_target(base, path, copy)
+    changed = copy.to(torch.promote_types(copy.dtype, torch.float32))
+    for gain in weight.gains or ():
+        change = algebra.fold_gain if to == "folded" else algebra.unfold_gain
+        with _zero_gains_named(gain, path):
+            changed = change(changed, gain.values, gain.axis, gain.channels)
+    if weight.moved is not None:
+        changed = changed + weight.moved if to == "folded" else changed - weight.moved
+    work.tensors[key] = changed.to(copy.dtype)
+    work.record(path, changed=bool(weight.gains) or weight.moved is not None)
+
+
+@contextmanager
+def _zero_gains_named(gain: Gain, module: str) -> Iterator[None]:
+    try:
+        yield
+    except algebra.ZeroGainError as error:
+        raise CheckpointError(
+            f"the gain of {gain.norm} is zero at channel {error.channels[0]}, so what the adapter of {module} does "
+            "there cannot be done on the original base; keep using it with the folded one"
+        ) from error
+
+
+def _add_biases(work: _Work, adapter: Adapter, targets: Mapping[str, Target]) -> None:
+    """Give every adapted module the bias that PEFT's `lora_bias` asks for, zero where no norm's bias has moved."""
+    for module, keys in adapter.factors.items():
+        if "lora_B.weight" not in keys or not targets[module].module:
+            shifted = next(iter(work.shifts))
+            raise CheckpointError(
+                f"the adapter of {shifted} needs a bias, since a norm's bias has moved, but PEFT allows none beside "
+                f"an adapter of {module}; train them as two adapters"
+            )
+        factor = work.tensors[keys["lora_B.weight"]]
+        key = keys.get("lora_B.bias", keys["lora_B.weight"].removesuffix("weight") + "bias")
+        before = work.tensors[key].double() if key in work.tensors else torch.zeros(factor.shape[0]).double()
+        work.tensors[key] = (before + work.shifts.get(module, 0.0)).to(factor.dtype)
+
+
+def _refuse_overflow(tensors: Mapping[str, torch.Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{key!r} leaves the range of {tensor.dtype} when it is translated; save the adapter in float32 first"
+            )
+
+
+def _new_config(adapter: Adapter, base: FoldedBase, to: Side, work: _Work) -> dict[str, Any]:
+    """The adapter's config for its new base: PEFT may load the base that it names, so it must not name the old one."""
+    config = dict(adapter.config)
+    config["base_model_name_or_path"], config["revision"] = str(base.folder), None
+    if to == "original":
+        note = adapter.note
+        config["base_model_name_or_path"], config["revision"] = (note.base, note.revision) if note else (None, None)
+    if work.shifts:
+        config["lora_bias"] = True
+        if not isinstance(config.get("init_lora_weights", True), bool):
+            config["init_lora_weights"] = (
+                True  # PEFT allows no other start with lora_bias; loading overwrites it anyway
+            )
+    return config
+
+
+def _write(adapter: Adapter, dst: Path, changed: Mapping[str, bytes]) -> None:
+    """Write the new folder whole, or leave nothing. It holds the adapter's other files as they are."""
+    partial = dst.parent / f".{dst.name}.flashnorm-partial-{secrets.token_hex(4)}"
+    try:
+        remove_leftovers(dst)
+        partial.mkdir()
+        for name in adapter.files:
+            if name not in changed:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(adapter.folder / name, partial / name)
+        for name, content in changed.items():
+            write_file(partial, name, content)
+        os.rename(partial, dst)
+    except OSError as error:
+        raise OutputError(f"{dst} cannot be written: {error.strerror or error}; choose another place") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
