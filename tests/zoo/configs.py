@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from tests.zoo import quirks, rules
 from tests.zoo.families import config_class, model_class
 
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
 
 def tiny_config(family: str, model_type: str) -> PretrainedConfig:
@@ -93,10 +93,12 @@ def _small_values(current: dict[str, Any], fields: dict[str, dataclasses.Field],
 
 
 def _like(current: Any, small: Any) -> Any:
-    """`small` in the shape of `current`: a pair keeps its length, a boolean stays, a size per layer becomes one."""
-    if isinstance(current, (list, tuple)) and len(current) == 2:
-        return [small, small]
-    return current if isinstance(current, bool) else small
+    """`small` in the shape of `current`: a pair stays a pair, a size per layer becomes one size, a boolean stays."""
+    if isinstance(current, bool):
+        return current
+    if not isinstance(current, (list, tuple)) or len(set(map(repr, current))) == 1 < len(current) - 1:
+        return small
+    return [small, small] if len(current) == 2 else current
 
 
 def _layer_lists(current: dict[str, Any], *, given: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +129,11 @@ def _rope(current: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | N
     rope = current.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return None
-    head_dim = kwargs.get("head_dim") or kwargs["hidden_size"] // kwargs["num_attention_heads"]
+    head_dim = (
+        kwargs.get("qk_rope_head_dim")
+        or kwargs.get("head_dim")
+        or kwargs["hidden_size"] // kwargs["num_attention_heads"]
+    )
     half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
     sections = [max(1, n * half // sum(rope["mrope_section"])) for n in rope["mrope_section"]]
     sections[0] += half - sum(sections)

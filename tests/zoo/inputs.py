@@ -23,7 +23,7 @@ def forward_inputs(model: torch.nn.Module, family: str) -> dict[str, Any]:
     if model_type in _WHOLE:
         return _WHOLE[model_type](model)
     inputs: dict[str, Any] = {"input_ids": tokens(LENGTH, seed=1)}
-    if family == "seq2seq":
+    if family == "seq2seq" or model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens(DECODER_LENGTH, seed=2)
     elif _has_cross_attention(model):
         inputs["encoder_hidden_states"] = states(ENCODER_LENGTH, _cross_width(model), seed=3)
@@ -35,7 +35,8 @@ def forward_inputs(model: torch.nn.Module, family: str) -> dict[str, Any]:
 def logits(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     """The logits of one forward pass without a cache, (batch, tokens, vocabulary) for a language model."""
     with torch.no_grad():
-        return model(**inputs, use_cache=False).logits
+        output = model(**inputs, use_cache=False)
+    return output[0] if isinstance(output, tuple) else output.logits
 
 
 def tokens(length: int, seed: int, batch: int = BATCH, high: int = FIRST_SPECIAL_ID) -> torch.Tensor:

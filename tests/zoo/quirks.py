@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.zoo import quirks_multimodal
+
 # Gemma 4's speculative heads compute no keys and values of their own and refuse the per-layer embeddings.
 _ASSISTANT_TEXT: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -60,6 +62,8 @@ CONFIG: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 16,
         "swa_v_head_dim": 12,
     },
+    "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 3},
+    "esmc": {"num_key_value_heads": 4, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 48},
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {"num_kv_shared_layers": 2},
@@ -97,6 +101,8 @@ CONFIG: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
     "mllama_text_model": {"cross_attention_layers": [1]},
+    "mobilebert": {"embedding_size": 40, "intra_bottleneck_size": 48, "num_feedforward_networks": 2},
+    "neomme": {"head_dim": 16, "embedding_rank": 20, "embedding_dim": 12},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -128,6 +134,7 @@ CONFIG: dict[str, dict[str, Any]] = {
         "hash_seed": 0,
         "attn_layers": ["local", "lsh"],
     },
+    "squeezebert": {"embedding_size": 64},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zaya": {
@@ -136,7 +143,7 @@ CONFIG: dict[str, dict[str, Any]] = {
         "layer_types": ["hybrid", "hybrid_sliding"],
         "sliding_window": 8,
     },
-}
+} | quirks_multimodal.CONFIG
 
 # The true reason why a type is not in the zoo.
 NOT_BUILDABLE: dict[tuple[str, str], str] = {}

@@ -23,7 +23,7 @@ _BY_VALUE: list[tuple[object, str]] = [
     (VOCAB, "vocab_size src_vocab_size tgt_vocab_size vocab_size_per_layer_input decoder_vocab_size"),
     (VOCAB, "unpadded_vocab_size"),
     (2, "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers n_layer n_layers"),
-    (2, "num_hidden_layers"),
+    (2, "num_hidden_layers depth num_blocks"),
     (64, "max_position_embeddings n_positions n_ctx max_seq_len original_max_position_embeddings"),
     (64, "max_source_positions max_target_positions max_encoder_position_embeddings"),
     (64, "max_decoder_position_embeddings context_length"),
@@ -55,7 +55,11 @@ _BY_VALUE: list[tuple[object, str]] = [
     (4, "linear_num_value_heads linear_num_heads mamba_num_heads mamba_n_heads"),
     # windows
     (8, "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size"),
+    (8, "attention_window"),
     # vision and audio towers
+    (HIDDEN, "out_hidden_size text_hidden_size adapter_out_dim output_dim decoder_hidden_size"),
+    (32, "audio_hidden_size"),
+    (8, "num_mel_bins"),
     (32, "image_size"),
     (8, "patch_size"),
     (2, "spatial_merge_size temporal_patch_size"),
