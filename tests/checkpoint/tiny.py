@@ -17,15 +17,17 @@ WIDTH, OUT, LAYERS, VOCABULARY = 48, 80, 3, 64
 READERS = ("q_proj", "up_proj")
 
 
-def random_weights(dtype: torch.dtype = torch.bfloat16, seed: int = 0, layers: int = LAYERS) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    weights = {"embed.weight": torch.randn(VOCABULARY, WIDTH, generator=generator)}
+def random_weights(
+    dtype: torch.dtype = torch.bfloat16, *, layers: int = LAYERS, width: int = WIDTH, out: int = OUT
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {"embed.weight": torch.randn(VOCABULARY, width, generator=generator)}
     for index in range(layers):
-        weights[f"layers.{index}.norm.weight"] = 0.25 + torch.rand(WIDTH, generator=generator)
+        weights[f"layers.{index}.norm.weight"] = 0.25 + torch.rand(width, generator=generator)
         for reader in READERS:
-            weights[f"layers.{index}.{reader}.weight"] = torch.randn(OUT, WIDTH, generator=generator)
-        weights[f"layers.{index}.down_proj.weight"] = torch.randn(WIDTH, OUT, generator=generator)
-    weights["norm.weight"] = 0.25 + torch.rand(WIDTH, generator=generator)
+            weights[f"layers.{index}.{reader}.weight"] = torch.randn(out, width, generator=generator)
+        weights[f"layers.{index}.down_proj.weight"] = torch.randn(width, out, generator=generator)
+    weights["norm.weight"] = 0.25 + torch.rand(width, generator=generator)
     return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
