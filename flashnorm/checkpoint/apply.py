@@ -6,12 +6,14 @@ import copy
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flashnorm.checkpoint.changes import Addition, Changes
 from flashnorm.checkpoint.engine import transform
+from flashnorm.checkpoint.foreign import other_weights
 from flashnorm.checkpoint.gains import SIDECAR, sidecar
 from flashnorm.checkpoint.manifest import MANIFEST, FileRecord, Manifest, manifest_bytes
 from flashnorm.checkpoint.plan import FoldPlan
@@ -37,6 +39,9 @@ def apply_plan(
         raise CheckpointError(
             f"{source.folder} has a {taken[0]}: it is folded already; use it, or `flashnorm unfold` it"
         )
+    if not quiet:
+        for name in other_weights(source.files):
+            print(f"note: {name} holds weights in another format; it is copied as it is, not folded", file=sys.stderr)
     additions = {
         name: Addition(source.tensors[origin].shard, source.tensors[origin]) for name, origin in plan.additions.items()
     }

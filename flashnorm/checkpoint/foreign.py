@@ -9,8 +9,8 @@ from pathlib import Path
 from flashnorm.errors import CheckpointError
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-# Weights that no part of this project reads or writes; beside safetensors they are a second copy of the same model.
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt*", "consolidated*")
+# Weights in other formats; beside safetensors they are a second copy of the same model.
+_OTHER_WEIGHTS = ("pytorch_model*", "consolidated*", "*.gguf", "tf_model*", "flax_model*", "*.onnx")
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -34,7 +34,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def other_weights(files: tuple[str, ...]) -> list[str]:
-    """Files of the folder that hold weights in a format that this project copies but does not change."""
+    """Files of the folder that hold weights in a format that folding copies but does not change."""
     return [name for name in files if any(fnmatch(Path(name).name, pattern) for pattern in _OTHER_WEIGHTS)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def sidecar(source: Source, plan: FoldPlan) -> tuple[bytes, tuple[SiteRecord, ..
     return safetensors.torch.save(tensors, metadata={"format": "pt"}), records, names
 
 
-def read_gains(folder: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def read_gains(folder: str | os.PathLike[str], manifest: Manifest) -> dict[str, torch.Tensor]:
     """The contents of `flashnorm.gains`: originals by stored name, index tensors by the key that readers give.
 
     Raises `CheckpointError` where the file is missing or is not the one that was written.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,12 +73,12 @@ class Manifest:
     schema_version: int = field(default=SCHEMA_VERSION)
 
 
-def is_folded(folder: str | Path) -> bool:
+def is_folded(folder: str | os.PathLike[str]) -> bool:
     """Whether `folder` is an output of this project's fold."""
     return (Path(folder) / MANIFEST).is_file()
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read a folder's `flashnorm.json`. Raises `CheckpointError` where there is none, or it is damaged or too new."""
     path = Path(folder) / MANIFEST
     if not path.is_file():

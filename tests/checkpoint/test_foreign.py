@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from flashnorm.checkpoint.foreign import other_weights
 from flashnorm.checkpoint.source import open_source
@@ -52,7 +51,8 @@ def test_nothing(tmp_path):
 
 def test_other_formats_beside_safetensors_are_kept_and_known(tmp_path):
     folder = write_checkpoint(tmp_path / "source")
-    torch.save({}, folder / "pytorch_model.bin")
+    for name in ("pytorch_model.bin", "training_args.bin", "rng_state.pth"):
+        (folder / name).touch()
     (folder / "original").mkdir()
     (folder / "original" / "consolidated.00.pth").touch()
     assert other_weights(open_source(folder).files) == ["original/consolidated.00.pth", "pytorch_model.bin"]
