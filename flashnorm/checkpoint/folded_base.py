@@ -157,11 +157,11 @@ def _parameters(
             owner = model.get_submodule(name.rpartition(".")[0])
             shape = tuple(model.get_parameter(name).shape)
             transposed = isinstance(owner, (Conv1D, nn.Embedding))
-            found[name] = Weight(name, shape, transposed, _laid_out(shape, parts), _whole_shift(parts))
+            found[name] = Weight(name, shape, transposed, laid_out(shape, parts), _whole_shift(parts))
     return found
 
 
-def _laid_out(shape: tuple[int, ...], parts: list[tuple[Weight, Placement]]) -> tuple[Gain, ...] | None:
+def laid_out(shape: tuple[int, ...], parts: list[tuple[Weight, Placement]]) -> tuple[Gain, ...] | None:
     """The gains of a parameter's stored parts along its own axes; None where the parts disagree."""
     places: dict[tuple[str, int], Gain] = {}
     for weight, piece in parts:
