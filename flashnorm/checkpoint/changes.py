@@ -49,8 +49,11 @@ class _Item:
 
 
 def check_changes(source: Source, changes: Changes) -> None:
-    """Raise `CheckpointError` where a change names a tensor that the source lacks, adds one that it has, or scales one
-    by a factor that does not fit or is not finite: before anything is written."""
+    """Find before anything is written what could not be carried out.
+
+    Raises `CheckpointError` where a change names a tensor that the source lacks, adds one that it has, or scales one by a
+    factor that does not fit or is not finite.
+    """
     for name in changes.additions:
         if name in source.tensors:
             raise CheckpointError(f"{source.folder} stores a tensor named {name!r} already; it cannot be added")
@@ -58,6 +61,9 @@ def check_changes(source: Source, changes: Changes) -> None:
         content = changes.additions[name].content if name in changes.additions else source.tensors.get(name)
         if content is None:
             raise CheckpointError(f"{source.folder} stores no tensor named {name!r}, which was to be changed")
+        for shift in edit.shifts:
+            if shift.weight not in source.tensors:
+                raise CheckpointError(f"{source.folder} stores no tensor named {shift.weight!r}, needed for {name!r}")
         if isinstance(content, TensorInfo):
             check_scales(name, content, edit.scales)
 

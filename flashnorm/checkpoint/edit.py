@@ -7,6 +7,7 @@ is the final rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -99,21 +100,22 @@ def _replacement(name: str, info: TensorInfo, tensor: torch.Tensor) -> torch.Ten
 
 
 def _shift(source: Source, name: str, info: TensorInfo, shift: Shift) -> torch.Tensor:
-    weight, vector = source.read(shift.weight), shift.vector.double()
+    vector = shift.vector.double()
     if not torch.isfinite(vector).all():
         raise CheckpointError(f"the norm's bias that would move into {name!r} holds a NaN or an infinity")
-    axis = shift.axis % weight.dim()
-    rest = tuple(size for d, size in enumerate(weight.shape) if d != axis)
-    if weight.shape[axis] != len(vector) or rest != info.shape:
+    shape = source.tensors[shift.weight].shape
+    axis = shift.axis % len(shape)
+    rest = shape[:axis] + shape[axis + 1 :]
+    if shape[axis] != len(vector) or rest != info.shape:
         raise CheckpointError(
             f"{name!r} of shape {list(info.shape)} cannot take a shift of length {len(vector)} through "
-            f"{shift.weight!r} of shape {list(weight.shape)}"
+            f"{shift.weight!r} of shape {list(shape)}"
         )
     total = torch.zeros(rest, dtype=torch.float64)
     # In slices of the first dimension: a fp64 copy of a whole head would be four times its size.
-    step = max(1, BLOCK_ELEMENTS * weight.shape[0] // max(1, weight.numel()))
-    for first in range(0, weight.shape[0], step):
-        part = weight[first : first + step].double()
+    step = max(1, BLOCK_ELEMENTS * shape[0] // max(1, prod(shape)))
+    for first in range(0, shape[0], step):
+        part = source.read_rows(shift.weight, first, min(first + step, shape[0])).double()
         if axis == 0:
             total += torch.tensordot(part, vector[first : first + step], dims=([0], [0]))
         else:

@@ -45,7 +45,7 @@ def transform(
     sizes = {name: os.stat(source.folder / name).st_size for name in source.files if name not in omit}
     total = sum(sizes.values())
     room = total + max(0, output_bytes(source, changes)) + extra_bytes
-    with metered(what, total + _read_again(changes), quiet=quiet) as meter, new_folder(dst, room) as folder:
+    with new_folder(dst, room) as folder, metered(what, total + _read_again(changes), quiet=quiet) as meter:
         finish(folder, _all_files(source, changes, folder, sizes, meter, workers))
 
 
@@ -57,10 +57,10 @@ def _all_files(
     with _one_thread_each(), ThreadPoolExecutor(count, thread_name_prefix="shard") as pool:
         # The largest first, so that none of them is left to run alone at the end.
         order = sorted(sizes, key=lambda name: (-sizes[name], name))
-        futures = {
-            pool.submit(_one_file, source, name, sizes[name], changes, folder, meter, stop): name for name in order
-        }
         try:
+            futures = {
+                pool.submit(_one_file, source, name, sizes[name], changes, folder, meter, stop): name for name in order
+            }
             return {futures[future]: future.result() for future in as_completed(futures)}
         except BaseException:  # an interruption too: the threads must end before their folder is removed
             stop.set()

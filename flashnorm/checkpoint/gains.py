@@ -73,9 +73,12 @@ def reader_scales(manifest: Manifest, gains: Mapping[str, torch.Tensor]) -> dict
 def site_scales(manifest: Manifest, gains: Mapping[str, torch.Tensor]) -> Iterator[tuple[SiteRecord, Reader, Scale]]:
     """The factor that each site put on each of its readers."""
     for site in manifest.sites:
+        factors: dict[str | None, torch.Tensor] = {}  # shared: a norm before experts has hundreds of readers
         for reader in site.readers:
-            channels = gains[reader.channels] if reader.channels else None
-            yield site, reader, Scale(reader.axis, gain_factor(gains[site.gain], site.offset, channels))
+            if reader.channels not in factors:
+                channels = None if reader.channels is None else gains[reader.channels]
+                factors[reader.channels] = gain_factor(gains[site.gain], site.offset, channels)
+            yield site, reader, Scale(reader.axis, factors[reader.channels])
 
 
 def _record(site: FoldedSite, tensors: dict[str, torch.Tensor], keys: dict[bytes, str]) -> SiteRecord:

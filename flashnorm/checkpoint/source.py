@@ -36,13 +36,26 @@ class Source:
 
     def read(self, name: str) -> torch.Tensor:
         """Read one stored tensor into memory of its own. Raises `CheckpointError` where there is none of that name."""
+        info = self._info(name)
+        return self._read(info, info.start, info.end, info.shape)
+
+    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read `tensor[first:last]` of one stored tensor that has at least one dimension."""
+        info = self._info(name)
+        row = info.nbytes // info.shape[0]
+        start, end = info.start + first * row, info.start + last * row
+        return self._read(info, start, end, (last - first, *info.shape[1:]))
+
+    def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} stores no tensor named {name!r}")
-        info = self.tensors[name]
-        buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        return self.tensors[name]
+
+    def _read(self, info: TensorInfo, start: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
+        buffer = torch.empty(end - start, dtype=torch.uint8)
         with (self.folder / info.shard).open("rb", buffering=0) as file:
-            read_exactly(file.fileno(), buffer.numpy().data, info.start)
-        return buffer.view(info.dtype).reshape(info.shape)
+            read_exactly(file.fileno(), buffer.numpy().data, start)
+        return buffer.view(info.dtype).reshape(shape)
 
 
 def read_exactly(descriptor: int, into: memoryview, position: int) -> None:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from flashnorm.checkpoint.changes import Addition, Changes
 from flashnorm.checkpoint.engine import transform
-from flashnorm.checkpoint.plan import Scale, TensorEdit
+from flashnorm.checkpoint.plan import Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import open_source
 from flashnorm.errors import CheckpointError
 from tests.checkpoint.tiny import random_weights, write_checkpoint
@@ -130,6 +130,11 @@ def test_an_index_without_metadata_gets_none(tmp_path):
     ("edits", "additions", "words"),
     [
         ({"nothing": REMOVE}, {}, "stores no tensor named 'nothing', which was to be changed"),
+        (
+            {"norm.weight": TensorEdit(shifts=(Shift("w", torch.ones(1)),))},
+            {},
+            "no tensor named 'w', needed for 'norm.w",
+        ),
         ({}, {"embed.weight": Addition("x", torch.ones(1))}, "stores a tensor named 'embed.weight' already"),
         ({"embed.weight": TensorEdit(scales=(Scale(1, torch.ones(7)),))}, {}, "does not take 7 gains"),
     ],

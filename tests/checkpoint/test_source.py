@@ -22,6 +22,14 @@ def test_reads_every_tensor(tmp_path, shards, dtype):
         assert source.read(name).dtype == source.tensors[name].dtype == tensor.dtype
 
 
+def test_reads_rows(tmp_path):
+    weights = {"matrix": torch.arange(12).view(4, 3), "vector": torch.arange(4.0)}
+    source = open_source(write_checkpoint(tmp_path / "source", weights, shards=1))
+    for name, tensor in weights.items():
+        assert torch.equal(source.read_rows(name, 1, 3), tensor[1:3])
+        assert torch.equal(source.read_rows(name, 0, 4), tensor)
+
+
 def test_knows_every_file(tmp_path):
     source = open_source(write_checkpoint(tmp_path / "source", shards=1))
     assert {"code/modeling_custom.py", "LICENSE", "config.json", "model.safetensors"} <= set(source.files)
