@@ -51,8 +51,8 @@ class _Item:
 def check_changes(source: Source, changes: Changes) -> None:
     """Find before anything is written what could not be carried out.
 
-    Raises `CheckpointError` where a change names a tensor that the source lacks, adds one that it has, or scales one by a
-    factor that does not fit or is not finite.
+    Raises `CheckpointError` where a change names a tensor that the source lacks, adds one that it has, or scales one
+    by a factor that does not fit or is not finite.
     """
     for name in changes.additions:
         if name in source.tensors:
