@@ -12,6 +12,7 @@ from tests.zoo import quirks, rules
 from tests.zoo.families import config_class, model_class
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+_LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 
 def tiny_config(family: str, model_type: str) -> PretrainedConfig:
@@ -81,7 +82,7 @@ def _small_values(current: dict[str, Any], fields: dict[str, dataclasses.Field],
     for index, (name, value) in enumerate(current.items()):
         small = rules.TOWER_VALUES.get(name) if tower else None
         small = rules.VALUES.get(name) if small is None else small
-        if small is not None and not (fields[name].default is None and name in rules.OPTIONAL):
+        if small is not None and not (value is None and name in rules.OPTIONAL):
             values[name] = _like(value, small)
         elif (token := rules.token_id(name, value, index)) is not None:
             values[name] = token
@@ -103,25 +104,27 @@ def _like(current: Any, small: Any) -> Any:
 
 def _layer_lists(current: dict[str, Any], *, given: dict[str, Any]) -> dict[str, Any]:
     """Per-layer lists cut to one layer of each kind, in order of first appearance, and the layer count to match."""
-    count_name = next((name for name in _LAYER_COUNTS if name in current), None)
-    if count_name is None or count_name in given:
+    count_name = next((name for name in _LAYER_COUNTS if name in current), "")
+    kinds_name = next((name for name in _LAYER_KINDS if isinstance(current.get(name), (list, tuple))), "")
+    if count_name in given:
         return {}
-    by_hand = [len(value) for name, value in given.items() if name.endswith(("layer_types", "block_type"))]
-    count = by_hand[0] if by_hand else current[count_name]
+    if kinds_name in given:
+        return {count_name: len(given[kinds_name])} if count_name else {}
+    count = len(current[kinds_name]) if kinds_name else current.get(count_name, 0)
     lists = {
         name: value
         for name, value in current.items()
         if isinstance(value, (list, tuple)) and len(value) == count and name not in given | rules.VALUES
     }
-    if by_hand or not lists:
-        return {count_name: count} if by_hand else {}
+    if not lists:
+        return {}
     kinds: dict[str, int] = {}
     for layer in range(count):
         kinds.setdefault(repr([value[layer] for value in lists.values()]), layer)
     chosen = sorted(kinds.values())
     chosen += chosen[:1] * (2 - len(chosen))
-    picked = {name: type(value)(value[i] for i in chosen) for name, value in lists.items()}
-    return {count_name: len(chosen)} | picked
+    picked: dict[str, Any] = {name: [value[i] for i in chosen] for name, value in lists.items()}
+    return picked | ({count_name: len(chosen)} if count_name else {})
 
 
 def _rope(current: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:

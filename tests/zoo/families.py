@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,7 +25,7 @@ def model_types(family: str) -> list[str]:
     return sorted(MAPPINGS[family])
 
 
-def model_class(family: str, model_type: str) -> type[torch.nn.Module]:
+def model_class(family: str, model_type: str) -> type[PreTrainedModel]:
     """The class that `AutoModelFor...` of this family builds for `model_type`; the first of several."""
     names = MAPPINGS[family][model_type]
     name = names if isinstance(names, str) else names[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from tests.zoo.configs import tiny_config
 from tests.zoo.families import model_class
 from tests.zoo.weights import poisoned_empty, randomise
 
 
-def tiny_model(family: str, model_type: str, seed: int = 0) -> torch.nn.Module:
+def tiny_model(family: str, model_type: str, seed: int = 0) -> PreTrainedModel:
     """A tiny model of `model_type` on the CPU, in fp32 and eval mode, with random weights that depend on `seed`.
 
     Raises `CannotBuild` with the reason where the installed Transformers has no such model.
@@ -20,4 +21,5 @@ def tiny_model(family: str, model_type: str, seed: int = 0) -> torch.nn.Module:
         torch.manual_seed(seed)
         model = cls(config)
     randomise(model, seed)
-    return model.float().eval()
+    model.float().eval()
+    return model

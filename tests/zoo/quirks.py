@@ -17,12 +17,10 @@ _ASSISTANT_TEXT: dict[str, Any] = {
 
 # What a config class needs before it can be instantiated at all.
 REQUIRED: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "num_hidden_layers": 2} | _ASSISTANT_TEXT},
+    "gemma4_assistant": {"text_config": _ASSISTANT_TEXT | {"model_type": "gemma4_text", "num_hidden_layers": 2}},
 }
 
-# By the config's own model type, wherever it occurs: fields that win over the rules. A dict for a sub-config's name
-# overrides that sub-config's fields.
-CONFIG: dict[str, dict[str, Any]] = {
+_TEXT: dict[str, dict[str, Any]] = {
     "blt": {
         "encoder_hash_byte_group_size": [3, 4],
         "encoder_hash_byte_group_vocab": 50,
@@ -66,12 +64,12 @@ CONFIG: dict[str, dict[str, Any]] = {
     "esmc": {"num_key_value_heads": 4, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 48},
     "flint": {"mlp_only_layers": [0]},
+    "funnel": {"block_sizes": [2, 2]},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
         "global_head_dim": 32,
-        "hidden_size_per_layer_input": 20,
         "enable_moe_block": True,
     },
     "gemma4": {"text_config": {"enable_moe_block": False}},
@@ -100,9 +98,16 @@ CONFIG: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
+    "luke": {"entity_vocab_size": 30, "entity_emb_size": 20},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "mobilebert": {"embedding_size": 40, "intra_bottleneck_size": 48, "num_feedforward_networks": 2},
     "neomme": {"head_dim": 16, "embedding_rank": 20, "embedding_dim": 12},
+    "perceiver": {"num_latents": 16, "d_latents": 48, "num_self_attends_per_block": 2},
+    "phi4_multimodal_audio": {
+        "depthwise_separable_out_channel": 20,
+        "ext_pw_out_channel": 32,
+        "nemo_conv_channels": 16,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -135,6 +140,7 @@ CONFIG: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
     },
     "squeezebert": {"embedding_size": 64},
+    "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zaya": {
@@ -143,10 +149,17 @@ CONFIG: dict[str, dict[str, Any]] = {
         "layer_types": ["hybrid", "hybrid_sliding"],
         "sliding_window": 8,
     },
-} | quirks_multimodal.CONFIG
+}
 
-# The true reason why a type is not in the zoo.
-NOT_BUILDABLE: dict[tuple[str, str], str] = {}
+# By the config's own model type, wherever it occurs: fields that win over the rules. A dict for a sub-config's name
+# overrides that sub-config's fields.
+CONFIG = _TEXT | quirks_multimodal.CONFIG
+
+# Why a type cannot be run, where the exception that it raises does not say so.
+REASONS: dict[tuple[str, str], str] = {
+    ("image_text", "llama4"): "its forward fails in Transformers itself: its language model returns no `image_outputs`",
+    ("image_text", "pi0"): "it predicts a robot's actions, not tokens",
+}
 
 # Stock `save_pretrained` then `from_pretrained` does not give these back; no on-disk transform can be tested on them.
 BROKEN_ROUND_TRIP: dict[str, str] = {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
+from transformers import PreTrainedModel
 
 from tests.zoo.families import CannotBuild, model_types
 from tests.zoo.inputs import forward_inputs, logits
 from tests.zoo.models import tiny_model
-from tests.zoo.quirks import NOT_BUILDABLE
+from tests.zoo.quirks import REASONS
 
 
 def build_report(family: str) -> dict[str, str]:
@@ -17,18 +20,21 @@ def build_report(family: str) -> dict[str, str]:
 
 def state_of(family: str, model_type: str) -> str:
     """One line of the report: builds the tiny model and runs it."""
-    if (reason := NOT_BUILDABLE.get((family, model_type))) is not None:
-        return reason
     try:
-        model = tiny_model(family, model_type)
-        return _check(model, family)
-    except CannotBuild as error:
-        return str(error)
+        return _check(tiny_model(family, model_type), family)
+    except (CannotBuild, ImportError) as error:
+        return _optional_dependency(str(error)) or str(error)
     except Exception as error:  # the report's purpose: whatever a model raises is its reason
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return REASONS.get((family, model_type), f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _check(model: torch.nn.Module, family: str) -> str:
+def _optional_dependency(message: str) -> str:
+    found = re.findall(r"requires the (\S+) library|No module named '(\S+)'", message)
+    names = sorted({name for pair in found for name in pair if name})
+    return f"needs an optional dependency: {', '.join(names)}" if names else ""
+
+
+def _check(model: PreTrainedModel, family: str) -> str:
     inputs = forward_inputs(model, family)
     before = logits(model, inputs)
     other = {k: v.flip(0) if k.endswith(("input_ids", "inputs_embeds")) else v for k, v in inputs.items()}

@@ -12,18 +12,19 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 64, 4, 2, 24, 112, 128
 
 # value: the field names that take it. A field that is None by default takes it too, unless OPTIONAL names it.
 _BY_VALUE: list[tuple[object, str]] = [
-    (HIDDEN, "hidden_size d_model n_embd emb_dim dim"),
+    (HIDDEN, "hidden_size d_model n_embd emb_dim dim embed_dim"),
     (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
     (HEADS, "num_encoder_attention_heads num_decoder_attention_heads attention_heads"),
     (KV_HEADS, "num_key_value_heads num_kv_heads"),
-    (HEAD_DIM, "head_dim d_kv kv_channels attention_head_size dim_head"),
+    (HEAD_DIM, "head_dim d_kv kv_channels attention_head_size dim_head d_head query_pre_attn_scalar"),
     (INTERMEDIATE, "intermediate_size ffn_dim n_inner d_ff d_inner dff dim_ff hidden_dim encoder_ffn_dim"),
     (INTERMEDIATE, "decoder_ffn_dim ffn_hidden_size intermediate_size_mlp feed_forward_size"),
     (INTERMEDIATE + 8, "dense_intermediate_size prefix_dense_intermediate_size"),
     (VOCAB, "vocab_size src_vocab_size tgt_vocab_size vocab_size_per_layer_input decoder_vocab_size"),
     (VOCAB, "unpadded_vocab_size"),
     (2, "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_layers n_layer n_layers"),
-    (2, "num_hidden_layers depth num_blocks"),
+    (2, "num_hidden_layers depth num_blocks layers"),
+    (20, "hidden_size_per_layer_input"),
     (64, "max_position_embeddings n_positions n_ctx max_seq_len original_max_position_embeddings"),
     (64, "max_source_positions max_target_positions max_encoder_position_embeddings"),
     (64, "max_decoder_position_embeddings context_length"),
@@ -56,13 +57,22 @@ _BY_VALUE: list[tuple[object, str]] = [
     # windows
     (8, "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size"),
     (8, "attention_window"),
-    # vision and audio towers
-    (HIDDEN, "out_hidden_size text_hidden_size adapter_out_dim output_dim decoder_hidden_size"),
-    (32, "audio_hidden_size"),
-    (8, "num_mel_bins"),
-    (32, "image_size"),
-    (8, "patch_size"),
+    (4, "block_size"),
+    (16, "rel_extent d_rel swa_head_dim"),
+    (2, "swa_num_attention_heads swa_num_key_value_heads"),
+    # vision and audio towers, and what joins them to the language model
+    (32, "image_size max_image_size max_img_size resolution"),
+    (8, "patch_size num_mel_bins"),
+    (16, "num_position_embeddings num_patches"),
+    (64, "position_embedding_size"),
     (2, "spatial_merge_size temporal_patch_size"),
+    (12, "downsample_hidden_size"),
+    (24, "output_channels"),
+    (72, "mlp_dim"),
+    (32, "audio_hidden_size vision_hidden_size encoder_hidden_size"),
+    (HIDDEN, "out_hidden_size text_hidden_size adapter_out_dim output_dim decoder_hidden_size projection_dim"),
+    (48, "projector_hidden_size projection_hidden_dim projection_hidden_size projection_intermediate_size"),
+    (48, "projector_input_dim projector_output_dim alignment_intermediate_size image_text_hidden_size"),
     (0.0, "dropout attention_dropout hidden_dropout activation_dropout"),
 ]
 VALUES: dict[str, object] = {name: value for value, names in _BY_VALUE for name in names.split()}
@@ -103,15 +113,15 @@ _TOKEN_FIELD = re.compile(r"(?P<role>.+?)(_token)?_(id|index)$")
 def token_id(name: str, default: object, index: int) -> int | None:
     """An id inside the vocabulary for the token field `name`, or None where the field is no such thing.
 
-    `index` numbers the config's fields, so that two unknown roles do not share an id.
+    `default` is an id or several; `index` numbers the config's fields, so that two unknown roles do not share an id.
     """
     matched = _TOKEN_FIELD.match(name)
-    if matched is None or isinstance(default, bool) or not isinstance(default, int) or default < 0:
+    first = default[0] if isinstance(default, (list, tuple)) and default else default
+    if matched is None or isinstance(first, bool) or not isinstance(first, int) or first < 0:
         return None
     if name in _FIXED_IDS:
         return _FIXED_IDS[name]
-    if default < FIRST_SPECIAL_ID // 2:
-        return default
-    return _ROLE_IDS.get(
-        matched["role"], FIRST_SPECIAL_ID + len(_ROLES) + index % (VOCAB - FIRST_SPECIAL_ID - len(_ROLES))
-    )
+    if first < FIRST_SPECIAL_ID // 2:
+        return first
+    unknown = FIRST_SPECIAL_ID + len(_ROLES)
+    return _ROLE_IDS.get(matched["role"], unknown + index % (VOCAB - unknown))
