@@ -28,7 +28,7 @@ test-oldest: .venv-oldest/dev.stamp
 
 # Stock vLLM on the CPU loads the demo's source and folded checkpoints.
 test-vllm: demo .venv-vllm/vllm.stamp
-	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python tests/clients/vllm_client.py demo/source demo/folded
+	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python -m tests.clients.vllm_client demo/source demo/folded
 
 clean:
 	rm -rf .venv .venv-oldest .venv-vllm .cache demo build dist

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -20,10 +19,10 @@ class DType(str, Enum):
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The GGUF file.")],
-    out: Annotated[Path, typer.Argument(help="The checkpoint folder to write; must not exist.")],
-    dtype: Annotated[DType, typer.Option(help="Type of the weights; fp32 keeps every dequantised value.")] = DType.bf16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    file: Path = typer.Argument(..., help="The GGUF file; it is only read."),
+    out: Path = typer.Argument(..., help="The new checkpoint folder; it must not exist."),
+    dtype: DType = typer.Option(DType.bf16, help="Type of the weights; fp32 keeps every dequantised value."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of text."),
 ) -> None:
     """Dequantise a GGUF to a Transformers checkpoint, with its tokenizer and chat template."""
     import torch
