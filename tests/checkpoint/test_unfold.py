@@ -117,6 +117,30 @@ def test_a_zero_gain_is_named_and_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["folded", "source"]
 
 
+def test_a_trained_model(smollm2_bf16, tmp_path):
+    """Real gains, from near zero to large: every weight comes back as itself or a neighbour."""
+    source = open_source(smollm2_bf16)
+    readers_of = {
+        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+    edits: dict[str, TensorEdit] = {}
+    sites = []
+    for index in range(source.config["num_hidden_layers"]):
+        for norm, names in readers_of.items():
+            gain = f"model.layers.{index}.{norm}.weight"
+            readers = {f"model.layers.{index}.{name}.weight": (1, None) for name in names}
+            edits |= dict.fromkeys(readers, TensorEdit(scales=(Scale(1, source.read(gain).float()),)))
+            edits[gain] = TensorEdit(fill=1.0)
+            sites.append(FoldedSite(gain.removesuffix(".weight"), gain, None, "plain", 0.0, readers))
+    apply_plan(source, FoldPlan(edits, {}, tuple(sites), {}, "compatible"), tmp_path / "folded", quiet=True)
+    report, back = unfold(tmp_path / "folded", tmp_path / "back")
+    assert len(report.divided) == 5 * source.config["num_hidden_layers"]
+    for name in source.tensors:
+        distance = steps(back.read(name), source.read(name)).max()
+        assert distance <= (name in report.divided), name
+
+
 @pytest.fixture
 def folded(tmp_path):
     return fold(write_checkpoint(tmp_path / "source"), tmp_path / "folded", strict=True)
