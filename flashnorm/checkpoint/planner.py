@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from flashnorm import algebra
 from flashnorm.checkpoint.conversion import Placement
 from flashnorm.checkpoint.gains import gain_factor
 from flashnorm.checkpoint.lines import Homes, Line, Misfit, lines_of
 from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import Source
-from flashnorm.passes.fold import gain_of, moves_shift, remaining_bias, shift_vector, value_problem
+from flashnorm.passes.fold import gain_of, moves_shift, remaining_bias, value_problem
 from flashnorm.sites.audit import AuditReport
 from flashnorm.sites.types import Site
-
 
 _Lines = dict[str, tuple[Line, ...]]
 
@@ -140,7 +140,11 @@ def _edits(chosen: dict[str, _Stored], lines: _Lines, homes: Homes, strict: bool
         if stored.shift_moves:
             for consumer in stored.site.consumers:
                 weight, bias = homes[consumer.weight][0][0], homes[consumer.bias or ""][0][0]
-                shifts[bias].append(Shift(weight, shift_vector(consumer, stored.bias), consumer.axis))
+                shifts[bias].append(
+                    Shift(
+                        weight, algebra.spread(stored.bias.float().reshape(-1), consumer.channels, 0.0), consumer.axis
+                    )
+                )
     for bias, vectors in shifts.items():
         edits[bias] = TensorEdit(scales=edits[bias].scales if bias in edits else (), shifts=tuple(vectors))
     return edits

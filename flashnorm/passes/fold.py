@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flashnorm import algebra
 from flashnorm.errors import Refusal
 from flashnorm.sites.audit import audit
 from flashnorm.sites.types import Consumer, Site
@@ -57,19 +58,9 @@ def value_problem(site: Site, weight: torch.Tensor, bias: torch.Tensor | None, s
 
 
 def gain_of(site: Site, weight: torch.Tensor) -> torch.Tensor:
-    """The gain (width,) that a stored norm weight stands for: offset + weight, in float32 or better."""
+    """The gain (width,) that a stored norm weight stands for, in float32 or better."""
     assert site.convention is not None
-    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1)
-    return site.convention.offset + wide
-
-
-def factor_along(consumer: Consumer, gain: torch.Tensor, length: int) -> torch.Tensor:
-    """The factor at each position of the consumer's axis, (length,): the gain of its channel, or one."""
-    if consumer.channels is None:
-        return gain
-    ones = torch.ones(length, dtype=gain.dtype, device=gain.device)
-    channels = consumer.channels.to(gain.device)
-    return torch.where(channels >= 0, gain[channels.clamp(min=0)], ones)
+    return algebra.gain_of(weight.detach().reshape(-1), site.convention.offset)
 
 
 def moves_shift(site: Site) -> bool:
@@ -78,57 +69,44 @@ def moves_shift(site: Site) -> bool:
 
 
 def remaining_bias(gain: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The bias that a norm without its gain needs so that gain * (core + b') = gain * core + b."""
-    wide = bias.detach().to(gain.dtype).reshape(-1)
-    return torch.where(gain == 0, torch.zeros_like(wide), wide / torch.where(gain == 0, torch.ones_like(gain), gain))
+    """The bias (width,) that a norm keeps when its gain moves and its bias does not, in float32 or better.
+
+    A channel whose gain is zero has a zero bias here (`value_problem` sees to it), and keeps it.
+    """
+    return algebra.kept_shift(bias.detach().reshape(-1).to(gain.dtype), torch.where(gain == 0, 1.0, gain))
 
 
 @torch.no_grad()
 def apply_fold(model: nn.Module, sites: Iterable[Site]) -> None:
     """Move the gains of the given sites, whatever their verdict: `fold` chooses them, tests force them."""
-    factors: dict[str, tuple[int, torch.Tensor]] = {}
+    factors: dict[tuple[str, int], torch.Tensor] = {}
     for site in sites:
         weight, bias = _own_values(model, site)
         gain = gain_of(site, weight)
         shift = bias is not None and moves_shift(site)
         for consumer in site.consumers:
             reader = model.get_parameter(consumer.weight)
-            if shift:
-                assert bias is not None
-                assert consumer.bias is not None
-                _add_shift(model.get_parameter(consumer.bias), reader, consumer, bias)
-            factor = factor_along(consumer, gain.to(reader.device), reader.shape[consumer.axis])
-            axis, before = factors.get(consumer.weight, (consumer.axis, torch.ones_like(factor)))
-            factors[consumer.weight] = (axis, before * factor)
+            if shift and bias is not None:
+                _move_shift(model, consumer, reader, bias)
+            factor = algebra.spread(gain, consumer.channels, rest=1.0).to(reader.device)
+            key = (consumer.weight, consumer.axis)
+            # One rounding for each weight, however many gains it takes in.
+            factors[key] = factors[key] * factor if key in factors else factor
         if bias is not None:
             bias.copy_(torch.zeros_like(bias) if shift else remaining_bias(gain, bias).reshape(bias.shape))
         assert site.convention is not None
         weight.fill_(site.convention.identity)
-    for name, (axis, factor) in factors.items():
-        _scale(model.get_parameter(name), axis, factor)
+    for (name, axis), factor in factors.items():
+        reader = model.get_parameter(name)
+        reader.copy_(algebra.fold_gain(reader, factor, axis))
+
+
+def _move_shift(model: nn.Module, consumer: Consumer, reader: torch.Tensor, bias: torch.Tensor) -> None:
+    assert consumer.bias is not None
+    target = model.get_parameter(consumer.bias)
+    target.copy_(algebra.fold_shift(reader, bias.reshape(-1), target, consumer.axis, consumer.channels))
 
 
 def _own_values(model: nn.Module, site: Site) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert site.weight is not None
     return model.get_parameter(site.weight), model.get_parameter(site.bias) if site.bias else None
-
-
-def _scale(weight: torch.Tensor, axis: int, factor: torch.Tensor) -> None:
-    shape = [1] * weight.ndim
-    shape[axis] = -1
-    wide = weight.to(torch.promote_types(weight.dtype, factor.dtype))
-    weight.copy_(wide * factor.view(shape).to(wide.dtype))
-
-
-def shift_vector(consumer: Consumer, bias: torch.Tensor) -> torch.Tensor:
-    """The norm's bias at each position of the consumer's axis, (length,), in float32 or better."""
-    wide = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).reshape(-1)
-    return wide if consumer.channels is None else wide[consumer.channels.to(wide.device)]
-
-
-def _add_shift(next_bias: torch.Tensor, weight: torch.Tensor, consumer: Consumer, bias: torch.Tensor) -> None:
-    """The next bias takes over W b, with W as it was before the fold and b along its read axis."""
-    vector = shift_vector(consumer, bias)
-    wide = torch.promote_types(weight.dtype, vector.dtype)
-    shift = torch.tensordot(weight.to(wide), vector.to(wide), dims=([consumer.axis], [0]))
-    next_bias.copy_(next_bias.to(wide) + shift)

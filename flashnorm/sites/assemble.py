@@ -61,7 +61,7 @@ def _site(trace: Trace, norm: str, readers: dict[str, Usage], unseen: dict[str, 
     if not consumers and not blockers and found.weight:
         blockers.append(Blocker("unread", "", norm, "nothing that the model computes reads its output"))
     if consumers and gain is not None and not blockers:
-        blockers += _possible_reader(norm, gain.numel(), consumers, unseen)
+        blockers += _possible_reader(trace, norm, gain.numel(), consumers, unseen)
     return Site(
         norm=norm,
         weight=prefix + found.weight if found.weight else None,
@@ -141,21 +141,29 @@ def _unseen_weights(trace: Trace) -> dict[str, torch.Size]:
     }
 
 
-def _possible_reader(norm: str, width: int, consumers: list[Consumer], unseen: dict[str, torch.Size]) -> list[Blocker]:
-    """A matrix that no run touched might read the norm as well: refuse where it fits and lies within the norm's reach."""
-    scope = _common_module([norm, *(c.weight for c in consumers)])
+def _possible_reader(
+    trace: Trace, norm: str, width: int, consumers: list[Consumer], unseen: dict[str, torch.Size]
+) -> list[Blocker]:
+    """A matrix that no run touched might read the norm as well: refuse where it fits and lies within the norm's reach.
+
+    The reach of a norm is the repeated block that it or a reader of it lies in, and the linear layers that hang
+    directly on a module around it: another head, or a branch taken only when some other input is given.
+    """
+    blocks = tuple(filter(None, (_block(trace.model, name) for name in (norm, *(c.weight for c in consumers)))))
+    around = {norm.rsplit(".", depth)[0] + "." for depth in range(1, norm.count(".") + 1)} | {""}
     for name, shape in unseen.items():
-        if width in shape and name.startswith(scope):
+        owner, _, _ = name.rpartition(".")
+        reads_axis = shape[1:2] if isinstance(trace.model.get_submodule(owner), nn.Linear) else shape
+        hangs_on_one = owner.rpartition(".")[0] + "." * ("." in owner) in around
+        if width in reads_axis and (name.startswith(blocks) or hangs_on_one):
             return [Blocker("unseen", "", name, f"{name} was not reached by the trace and may be a reader too")]
     return []
 
 
-def _common_module(names: list[str]) -> str:
-    """The longest dotted prefix that all names share, with its dot; empty for the whole model."""
-    split = [name.split(".") for name in names]
-    common: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common) + "." if common else ""
+def _block(model: nn.Module, name: str) -> str:
+    """The innermost element of a module list around `name`, with its dot; empty when there is none."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        if isinstance(model.get_submodule(".".join(parts[: depth - 1])), nn.ModuleList):
+            return ".".join(parts[:depth]) + "."
+    return ""

@@ -90,8 +90,9 @@ class Numbering:
 
     def norms_in(self, codes: torch.Tensor) -> list[str]:
         """The norms whose gains occur in `codes`."""
-        channels = torch.unique(codes[codes > 0] // 2).tolist()
-        return list(dict.fromkeys(self._norm_of(channel)[0] for channel in channels))
+        channels = torch.unique(_once(codes)) // 2
+        positions = torch.bucketize(channels[channels > 0], torch.tensor(self._starts, dtype=torch.int32), right=True)
+        return [self._norms[position - 1] for position in torch.unique(positions).tolist()]
 
     def channels_of(self, norm: str, codes: torch.Tensor) -> torch.Tensor:
         """For every code, the channel of `norm` that it names, or -1 when it names none of its channels."""
@@ -102,14 +103,16 @@ class Numbering:
         inside = (codes > 0) & (channel >= start) & (channel < end)
         return torch.where(inside, channel - start, -1)
 
-    def _norm_of(self, channel: int) -> tuple[str, int]:
-        position = bisect.bisect_right(self._starts, channel) - 1
-        return self._norms[position], channel - self._starts[position]
+
+def _once(codes: torch.Tensor) -> torch.Tensor:
+    """The same codes without the repetitions of expanded dimensions: a plain weight's shadow has billions of them."""
+    size = [1 if stride == 0 else n for n, stride in zip(codes.shape, codes.stride(), strict=True)]
+    return codes if 0 in codes.shape else codes.as_strided(size, codes.stride())
 
 
 def tagged(shadow: torch.Tensor | None) -> bool:
     """Does any gain multiply any element?"""
-    return shadow is not None and bool((shadow > 0).any())
+    return shadow is not None and bool((_once(shadow) > 0).any())
 
 
 def impure(codes: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,41 @@
+"""No architecture comes out wrong, and no refusal is over-cautious."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests import zoo
+from tests.coverage.examine import examine
+from tests.coverage.record import FAMILIES, README, TABLE, full_table, read_record, with_summary
+
+CASES = [(family, model_type) for family in FAMILIES for model_type in zoo.model_types(family)]
+
+
+@pytest.mark.parametrize(("family", "model_type"), CASES)
+def test_folding_changes_nothing(family: str, model_type: str, tmp_path: Path) -> None:
+    try:
+        zoo.tiny_model(family, model_type)
+    except zoo.CannotBuild as reason:
+        pytest.skip(str(reason))
+    outcome = examine(family, model_type, tmp_path)
+    assert outcome.right, f"relative error {outcome.error:.1e}"
+    assert not outcome.over_cautious
+    assert outcome.folded + sum(outcome.blocked.values()) == outcome.norms
+    _compare_with_record(family, outcome.model_type, outcome.folded, outcome.norms)
+
+
+def _compare_with_record(family: str, model_type: str, folded: int, norms: int) -> None:
+    record = read_record()
+    if record.transformers != transformers.__version__:
+        return
+    recorded = next(row for row in record.outcomes[family] if row.model_type == model_type)
+    assert (folded, norms) == (recorded.folded, recorded.norms), "run `python -m tests.coverage` and look at the change"
+
+
+def test_documents_are_generated_from_the_record() -> None:
+    record = read_record()
+    assert TABLE.read_text() == full_table(record)
+    assert README.read_text() == with_summary(README.read_text(), record)
