@@ -27,8 +27,8 @@ from flashnorm.errors import CheckpointError
 class Placement:
     """A stored tensor inside one parameter. For each parameter axis that the stored tensor has too:
 
-    `axes[parameter_axis] = (stored_axis, positions)`, where `positions[i]` is the position along the parameter's axis of
-    position i along the stored axis, -1 where it lies in another parameter; None means the same position.
+    `axes[parameter_axis] = (stored_axis, positions)`, where `positions[i]` is the position along the parameter's axis
+    of position i along the stored axis, -1 where it lies in another parameter; None means the same position.
     """
 
     parameter: str

@@ -27,7 +27,7 @@ class FoldReport:
 def fold(model: nn.Module) -> FoldReport:
     """Fold every gain that can be folded, in place; each weight is rounded once, to its own dtype.
 
-    The model computes the same function afterwards. Raises `Refusal` on a NaN or infinite gain, before anything changed.
+    The model computes the same function afterwards. Raises `Refusal` on a NaN or infinite gain, with nothing changed.
     """
     report = audit(model)
     folded, skipped = [], dict(report.skipped)
@@ -44,7 +44,7 @@ def fold(model: nn.Module) -> FoldReport:
 
 
 def value_problem(site: Site, weight: torch.Tensor, bias: torch.Tensor | None, shift_moves: bool) -> str | None:
-    """Why the *values* of a foldable site's gain and bias forbid the fold. Raises `Refusal` on values that are broken."""
+    """Why the *values* of a foldable site's gain and bias forbid the fold. Raises `Refusal` on broken ones."""
     gain = gain_of(site, weight)
     if not torch.isfinite(gain).all():
         channel = int((~torch.isfinite(gain)).nonzero()[0])

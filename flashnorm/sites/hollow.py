@@ -104,6 +104,8 @@ class HollowMode(TorchDispatchMode):
         tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         if all(is_hollow(t) for t in tensors) or _gathers_weight(func, args):
             return func(*_to_meta(args), **_to_meta(kwargs))
+        if func.overloadpacket is torch.ops.aten._grouped_mm:
+            return self._values(_grouped_product(args[0], args[1]))
         written = _written_arguments(func, args, kwargs)
         result = func(*_to_meta(args), **_to_meta(kwargs))
         for target in written:
@@ -124,6 +126,11 @@ class HollowMode(TorchDispatchMode):
         else:
             values = self._pool.repeat(-(-count // _POOL_SIZE))[:count]
         return values.clone().view(like.shape).to(like.dtype)
+
+
+def _grouped_product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The shape and dtype of a grouped product (tokens, k) by (experts, k, n); its meta kernel takes bfloat16 only."""
+    return torch.empty(x.shape[0], weights.shape[-1], dtype=x.dtype, device="meta")
 
 
 def is_hollow(value: Any) -> bool:

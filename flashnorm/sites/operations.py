@@ -49,14 +49,16 @@ class Call:
     context: Context
 
     def codes(self, position: int) -> torch.Tensor:
-        """The shadow of a tensor argument, all plain when it has none; a Python number is plain data or zero."""
+        """The shadow of an argument, all plain when it has none; a single number is plain data or zero."""
         return self.codes_of(self.args[position])
 
     def codes_of(self, value: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
+        shadow = self.context.shadow(value) if isinstance(value, torch.Tensor) else None
+        if shadow is not None:
+            return shadow
+        if not isinstance(value, torch.Tensor) or (value.ndim == 0 and value.device.type != "meta"):
             return torch.tensor(ZERO if value == 0 else PLAIN, dtype=torch.int32)
-        shadow = self.context.shadow(value)
-        return torch.zeros((), dtype=torch.int32).expand(value.shape) if shadow is None else shadow
+        return torch.zeros((), dtype=torch.int32).expand(value.shape)
 
 
 Rule = Callable[[Call], Any]  # -> shadow(s) of the result(s): a tensor, a list of tensors, or None for plain data
@@ -92,66 +94,50 @@ def same_elements(call: Call) -> Any:
     return codes.reshape(call.result.shape) if isinstance(call.result, torch.Tensor) else codes
 
 
-@rule(
-    "cat", "stack", "index", "index_select", "gather", "repeat", "roll", "flip", "tril", "triu", "take", "masked_select",
-    "expand_copy", "slice_scatter", "select_scatter", "scatter", "index_copy", "repeat_interleave", "where", "unfold",
-    "index_put", "reflection_pad1d", "replication_pad1d", "split_with_sizes_copy", "unbind_copy", "copy",
-)  # fmt: skip
+# Operations that only pick and place elements -> the arguments that hold data; all others are indices and sizes.
+_MOVES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("cat", "stack", "index", "index_select", "gather", "take", "masked_select"), (0,)),
+    **dict.fromkeys(("repeat", "repeat_interleave", "roll", "flip", "tril", "triu", "unfold", "expand_copy"), (0,)),
+    **dict.fromkeys(("reflection_pad1d", "replication_pad1d", "split_with_sizes_copy", "unbind_copy"), (0,)),
+    **dict.fromkeys(("slice_scatter", "select_scatter"), (0, 1)),
+    **dict.fromkeys(("scatter", "index_copy"), (0, 3)),
+    "index_put": (0, 2),
+    "where": (1, 2),
+}
+
+
+@rule(*_MOVES)
 def moved(call: Call) -> Any:
-    data_positions = {"where": (1, 2), "scatter": (0, 3), "index_put": (0, 2), "index_copy": (0, 3)}
     name = call.func.overloadpacket.__name__.rstrip("_")
-    positions = data_positions.get(name)
     if name == "index_put" and (call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)):
         return _accumulated(call, call.codes(0), call.codes(2))
-    if name == "copy":
-        return call.codes(1).expand(call.args[0].shape)
 
-    def substitute(value: Any) -> Any:
-        return tree_map(lambda leaf: call.codes_of(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+    def code(leaf: Any) -> Any:
+        return call.codes_of(leaf).clone() if isinstance(leaf, torch.Tensor) else int(call.codes_of(leaf))
 
-    if positions is None:
-        # Every floating tensor is data; integer tensors are indices and stay what they are.
-        args = [
-            tree_map(
-                lambda leaf: (
-                    call.codes_of(leaf).clone() if isinstance(leaf, torch.Tensor) and _is_data(call, leaf) else leaf
-                ),
-                a,
-            )
-            for a in call.args
-        ]
-    else:
-        args = [
-            (substitute(a) if isinstance(a, torch.Tensor) else call.codes_of(a).item()) if i in positions else a
-            for i, a in enumerate(call.args)
-        ]
-        if name == "where":
-            args[1:3] = [a if isinstance(a, torch.Tensor) else torch.tensor(a, dtype=torch.int32) for a in args[1:3]]
-    return call.func(*args, **{k: v for k, v in call.kwargs.items() if k not in ("dtype", "device", "layout")})
+    args = [tree_map(code, arg) if position in _MOVES[name] else arg for position, arg in enumerate(call.args)]
+    return call.func(*args, **call.kwargs)
 
 
-def _is_data(call: Call, leaf: torch.Tensor) -> bool:
-    return leaf.is_floating_point() or call.context.shadow(leaf) is not None or leaf is call.args[0]
+@rule("copy")
+def copied(call: Call) -> Any:
+    return call.codes(1).expand(call.args[0].shape)
 
 
-@rule("constant_pad_nd", "masked_fill", "fill")
+@rule("constant_pad_nd")
+def padded(call: Call) -> Any:
+    value = call.args[2] if len(call.args) > 2 else 0
+    return torch.constant_pad_nd(call.codes(0), call.args[1], int(call.codes_of(value)))
+
+
+@rule("masked_fill")
+def masked(call: Call) -> Any:
+    return call.codes(0).expand(call.result.shape).masked_fill(call.args[1], int(call.codes(2)))
+
+
+@rule("fill")
 def filled(call: Call) -> Any:
-    value = call.args[2] if len(call.args) > 2 else call.kwargs.get("value", 0)
-    name = call.func.overloadpacket.__name__.rstrip("_")
-    if name == "fill":
-        return call.codes_of(_number(call.args[1])).expand(call.args[0].shape)
-    code = int(call.codes_of(_number(value)))
-    if name == "masked_fill":
-        return call.codes(0).expand(call.result.shape).masked_fill(call.args[1], code)
-    return torch.constant_pad_nd(call.codes(0), call.args[1], code)
-
-
-def _number(value: Any) -> Any:
-    return (
-        value.item()
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta"
-        else value
-    )
+    return call.codes(1).expand(call.args[0].shape)
 
 
 @rule("zeros", "new_zeros", "zeros_like", "zero")
@@ -293,7 +279,7 @@ def _contract(call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
 def _side(
     call: Call, operand: torch.Tensor, codes: torch.Tensor, k: int, other: torch.Tensor, other_k: int, bias: Any
 ) -> torch.Tensor | None:
-    """One operand of a product: its codes enter the other one if that is a weight, or pass if they do not vary along k."""
+    """One operand of a product: its codes enter the other one if that is a weight, or pass where constant along k."""
     weight = call.context.locate(other)
     if not tagged(codes):
         if weight is not None:
