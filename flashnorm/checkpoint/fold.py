@@ -17,7 +17,8 @@ from flashnorm.errors import Refusal
 from flashnorm.passes.fold import FoldReport
 from flashnorm.sites.audit import report_of, trace_fully
 from flashnorm.sites.build import hollow_model, read_config
-from flashnorm.sites.tying import tie_flags, untie_head
+from flashnorm.sites.tracing import Trace
+from flashnorm.sites.tying import tie_flags, untie_head, without_ties
 
 
 def fold_checkpoint(
@@ -62,7 +63,10 @@ def make_plan(
     if untie:
         additions, changes = _untie(source, model, config)
         shapes.update({name: shapes[origin] for name, origin in additions.items()})
-    report = report_of(model, trace_fully(model))
+    record = trace_fully(model)
+    if untie:
+        _refuse_another_function(source, record, hollow_model(without_ties(config), trust_remote_code))
+    report = report_of(model, record)
     placed = placements(model, shapes)
     if strict:
         changes[("flashnorm",)] = {"mode": "strict"}
@@ -78,6 +82,15 @@ def _untie(source: Source, model: nn.Module, config: Any) -> tuple[dict[str, str
     homes = {piece.parameter: name for name, pieces in placed.items() for piece in pieces}
     additions = {stored_name(model, head): homes[embedding] for head, embedding in heads.items() if head not in homes}
     return additions, tie_flags(config)
+
+
+def _refuse_another_function(source: Source, tied: Trace, untied: nn.Module) -> None:
+    """Some models compute something else when the flag is off (T5 rescales before a tied head): do not untie those."""
+    if trace_fully(untied).operations != tied.operations:
+        raise Refusal(
+            f"{source.folder}: {type(untied).__name__} computes something else when tie_word_embeddings is off, so its "
+            "head cannot be untied; leave --untie out"
+        )
 
 
 def _first_reason(plan: FoldPlan) -> str:

@@ -146,16 +146,16 @@ def _possible_reader(
 ) -> list[Blocker]:
     """A matrix that no run touched might read the norm as well: refuse where it fits and lies within the norm's reach.
 
-    The reach of a norm is the repeated block that it or a reader of it lies in, and the linear layers that hang
-    directly on a module around it: another head, or a branch taken only when some other input is given.
+    The reach of a norm in a repeated block is that block, and those of its readers. Around a norm that stands outside
+    of them, it is the linear layers that hang directly on a module around it: another head, say.
     """
     blocks = tuple(filter(None, (_block(trace.model, name) for name in (norm, *(c.weight for c in consumers)))))
-    around = {norm.rsplit(".", depth)[0] + "." for depth in range(1, norm.count(".") + 1)} | {""}
+    around = {"", *(norm.rsplit(".", depth)[0] for depth in range(1, norm.count(".") + 1))}
     for name, shape in unseen.items():
-        owner, _, _ = name.rpartition(".")
-        reads_axis = shape[1:2] if isinstance(trace.model.get_submodule(owner), nn.Linear) else shape
-        hangs_on_one = owner.rpartition(".")[0] + "." * ("." in owner) in around
-        if width in reads_axis and (name.startswith(blocks) or hangs_on_one):
+        owner = name.rpartition(".")[0]
+        linear = isinstance(trace.model.get_submodule(owner), nn.Linear)
+        near = name.startswith(blocks) if _block(trace.model, norm) else linear and owner.rpartition(".")[0] in around
+        if near and width in (shape[1:] if linear else shape):
             return [Blocker("unseen", "", name, f"{name} was not reached by the trace and may be a reader too")]
     return []
 

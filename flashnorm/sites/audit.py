@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from flashnorm.errors import TracingError
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy
-from flashnorm.sites.inputs import trace_runs
-from flashnorm.sites.tracing import Trace, trace
+from flashnorm.sites.inputs import Run, main_run, part_runs
+from flashnorm.sites.tracing import Trace, can_run, trace
 from flashnorm.sites.tying import untie_head
 from flashnorm.sites.types import Site
 
@@ -69,18 +68,27 @@ def audit(
 
 
 def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trace:
-    """Trace with as few tokens as it takes until no blocker comes from a weight that was not reached."""
+    """Trace text through the whole model, with as few tokens as will do, and then every part that text does not reach.
+
+    A mixture of experts may need more tokens before every expert has been seen reading.
+    """
     if inputs is not None:
-        return trace(hollow, [inputs])
-    record = trace(hollow, trace_runs(hollow, _TOKEN_LADDER[0]))
+        return trace(hollow, [Run(inputs)])
+    runs = [main_run(hollow, _TOKEN_LADDER[0])]
+    record = trace(hollow, runs)
     for tokens in _TOKEN_LADDER[1:]:
-        if not any(b.kind == "unseen" for site in assemble(record) for b in site.blockers):
+        longer = main_run(hollow, tokens)
+        # What a run longer than the model's positions leaves unseen stays a blocker.
+        if not _unseen(record) or not can_run(hollow, longer):
             break
-        try:
-            record = trace(hollow, trace_runs(hollow, tokens))
-        except TracingError:
-            break  # longer than the model's positions reach: what the shorter run left unseen stays a blocker
-    return record
+        runs = [longer]
+        record = trace(hollow, runs)
+    parts = [run for run in part_runs(hollow, record.called) if can_run(hollow, run)]
+    return trace(hollow, [*runs, *parts]) if parts else record
+
+
+def _unseen(record: Trace) -> bool:
+    return any(blocker.kind == "unseen" for site in assemble(record) for blocker in site.blockers)
 
 
 def report_of(hollow: nn.Module, record: Trace) -> AuditReport:

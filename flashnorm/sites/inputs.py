@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 _BATCH, _TOKENS = 2, 6
 
 
-def trace_runs(model: nn.Module, tokens: int = _TOKENS) -> list[dict[str, Any]]:
-    """The keyword arguments of every run that a trace of `model` needs.
+@dataclass(frozen=True)
+class Run:
+    """One forward call: of the whole model, or of the part called `module`."""
+
+    inputs: dict[str, Any]
+    module: str = ""
+
+
+def main_run(model: nn.Module, tokens: int = _TOKENS) -> Run:
+    """A call of the whole model on text.
 
     Token ids are (2, tokens) int64, with one row for each codebook of an audio decoder; an encoder-decoder gets decoder
     ids of the same shape, and a decoder with cross attention gets encoder states (2, tokens, width).
@@ -29,7 +40,43 @@ def trace_runs(model: nn.Module, tokens: int = _TOKENS) -> list[dict[str, Any]]:
                 inputs[name] = _states(tokens, _cross_width(config))
     if "use_cache" in parameters or "kwargs" in parameters:
         inputs["use_cache"] = False
-    return [inputs]
+    return Run(inputs)
+
+
+def part_runs(model: nn.Module, called: Iterable[str]) -> list[Run]:
+    """Calls of the parts that text does not reach, each on its own: vision and audio towers.
+
+    `called`: the modules that ran so far. A part whose inputs cannot be told from its signature and config is left out.
+    """
+    ran, runs = set(called), []
+    for name, module in model.named_modules():
+        if not name or name in ran or not isinstance(module, PreTrainedModel):
+            continue
+        if any(name.startswith(f"{run.module}.") for run in runs):
+            continue
+        inputs = _tower_inputs(module)
+        if inputs is not None:
+            runs.append(Run(inputs, name))
+    return runs
+
+
+def _tower_inputs(tower: PreTrainedModel) -> dict[str, Any] | None:
+    parameters, config = inspect.signature(tower.forward).parameters, tower.config
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    if "grid_thw" in parameters and hasattr(config, "patch_size"):
+        # Patches of one image in rows, as the Qwen-VL processors lay them out.
+        side = 2 * getattr(config, "spatial_merge_size", 1)
+        values = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        patches = torch.randn(side * side, values, generator=torch.Generator().manual_seed(4))
+        return {next(iter(parameters)): patches, "grid_thw": torch.tensor([[1, side, side]])}
+    if "pixel_values" in parameters and isinstance(getattr(config, "image_size", None), (int, list, tuple)):
+        size = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
+        return {"pixel_values": torch.randn(_BATCH, channels, *size, generator=torch.Generator().manual_seed(4))}
+    if "input_features" in parameters and hasattr(config, "num_mel_bins"):
+        frames = 2 * getattr(config, "max_source_positions", 50)
+        bins = torch.randn(_BATCH, config.num_mel_bins, frames, generator=torch.Generator().manual_seed(4))
+        return {"input_features": bins}
+    return None
 
 
 def _reads_encoder(model: nn.Module) -> bool:
@@ -42,7 +89,7 @@ def _reads_encoder(model: nn.Module) -> bool:
 
 
 def _cross_width(config: Any) -> int:
-    return int(getattr(config, "cross_attention_hidden_size", None) or config.hidden_size)
+    return int(getattr(config, "cross_attention_hidden_size", None) or config.get_text_config().hidden_size)
 
 
 def _states(tokens: int, width: int) -> torch.Tensor:

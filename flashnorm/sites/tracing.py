@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from flashnorm.errors import TracingError
 from flashnorm.sites.hollow import HollowMode, is_hollow
+from flashnorm.sites.inputs import Run
 from flashnorm.sites.operations import PRODUCTS, RULES, VALUE_FREE, Blocked, Call, results
 from flashnorm.sites.probing import NormProbe, ProbeCache, is_candidate
 from flashnorm.sites.shadow import Conflict, Numbering, Shadows, tagged
@@ -44,27 +45,35 @@ class Trace:
                 self.blockers[norm].append(blocker)
 
 
-def trace(model: nn.Module, runs: list[dict[str, Any]]) -> Trace:
-    """Run `model(**inputs)` for every entry of `runs` and report what happened to the gains.
+def trace(model: nn.Module, runs: Sequence[Run]) -> Trace:
+    """Make every call of `runs` and report what happened to the gains.
 
     `model` must be hollow or small; its parameters are not changed. Raises `TracingError` when a run fails.
     """
     record = Trace(model, Ledger(model))
     names = {module: name for name, module in model.named_modules()}
-    with torch.no_grad(), ExitStack() as stack:
-        mode = _Follower(record)
-        stack.enter_context(_hooks(model, names, mode))
-        for inputs in runs:
+    mode = _Follower(record)
+    with torch.no_grad(), _hooks(model, names, mode):
+        for run in runs:
             try:
                 with mode:
-                    output = model(**inputs)
-                    mode.leave_model(output)
-            except Exception as error:
+                    mode.leave_model(model.get_submodule(run.module)(**run.inputs))
+            except Exception as error:  # model code is third-party code and may raise anything
                 raise TracingError(
-                    f"the model could not be run on {', '.join(inputs)}: {type(error).__name__}: {error} "
+                    f"the model could not be run on {', '.join(run.inputs)}: {type(error).__name__}: {error} "
                     f"[{mode.where()}]"
                 ) from error
     return record
+
+
+def can_run(model: nn.Module, run: Run) -> bool:
+    """Whether a call goes through; tried without following anything, so that a failure leaves no half-seen readers."""
+    try:
+        with torch.no_grad(), HollowMode():
+            model.get_submodule(run.module)(**run.inputs)
+    except Exception:  # model code is third-party code and may raise anything; all of it means no
+        return False
+    return True
 
 
 class _Follower(HollowMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ def tie_flags(config: Any) -> dict[tuple[str, ...], object]:
 
     visit(table, ())
     return changes
+
+
+def without_ties(config: Any) -> Any:
+    """A copy of the config in which no flag ties the head."""
+    untied = copy.deepcopy(config)
+    for path, value in tie_flags(config).items():
+        part = untied
+        for key in path[:-1]:
+            part = part[key] if isinstance(part, dict) else getattr(part, key)
+        if isinstance(part, dict):
+            part[path[-1]] = value
+        else:
+            setattr(part, path[-1], value)
+    return untied
 
 
 def _owner(model: nn.Module, parameter: str) -> nn.Module:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from flashnorm.checkpoint.fold import fold_checkpoint
 from flashnorm.errors import Refusal
 from flashnorm.passes.fold import apply_fold
 from flashnorm.sites.audit import AuditReport, audit
+from flashnorm.sites.inputs import part_runs
+from flashnorm.sites.tracing import can_run
 from flashnorm.sites.types import Site
 from tests import zoo
 from tests.zoo.quirks import BROKEN_ROUND_TRIP
@@ -49,7 +52,7 @@ def examine(family: str, model_type: str, folder: Path) -> Outcome:
     """Fold the tiny model of `model_type` and compare. Raises what the zoo raises when it cannot be built."""
     model = zoo.tiny_model(family, model_type)
     inputs = zoo.forward_inputs(model, family)
-    before = zoo.logits(model, inputs)
+    before = _outputs(model, inputs)
     report = audit(model)
     on_disk = model_type not in BROKEN_ROUND_TRIP
     after = _fold_on_disk(model, inputs, folder) if on_disk else _fold_in_memory(model, inputs, report)
@@ -65,21 +68,21 @@ def examine(family: str, model_type: str, folder: Path) -> Outcome:
     )
 
 
-def _fold_on_disk(model: torch.nn.Module, inputs: dict[str, Any], folder: Path) -> torch.Tensor:
+def _fold_on_disk(model: torch.nn.Module, inputs: dict[str, Any], folder: Path) -> list[torch.Tensor]:
     model.save_pretrained(folder / "source")
     try:
         fold_checkpoint(folder / "source", folder / "folded")
     except Refusal as refusal:
         if "nothing in" not in str(refusal):
             raise
-        return zoo.logits(model, inputs)
-    return zoo.logits(type(model).from_pretrained(folder / "folded").eval(), inputs)
+        return _outputs(model, inputs)
+    return _outputs(type(model).from_pretrained(folder / "folded").eval(), inputs)
 
 
-def _fold_in_memory(model: torch.nn.Module, inputs: dict[str, Any], report: AuditReport) -> torch.Tensor:
+def _fold_in_memory(model: torch.nn.Module, inputs: dict[str, Any], report: AuditReport) -> list[torch.Tensor]:
     folded = copy.deepcopy(model)
     apply_fold(folded, report.foldable)
-    return zoo.logits(folded, inputs)
+    return _outputs(folded, inputs)
 
 
 def _distinct(report: AuditReport) -> list[Site]:
@@ -92,11 +95,34 @@ def _distinct(report: AuditReport) -> list[Site]:
     return list(found.values())
 
 
-def _changes_nothing(model: torch.nn.Module, site: Site, inputs: dict[str, Any], before: torch.Tensor) -> bool:
+def _changes_nothing(model: torch.nn.Module, site: Site, inputs: dict[str, Any], before: list[torch.Tensor]) -> bool:
     forced = copy.deepcopy(model)
     apply_fold(forced, [site])
-    return _relative_error(zoo.logits(forced, inputs), before) <= TOLERANCE
+    return _relative_error(_outputs(forced, inputs), before) <= TOLERANCE
 
 
-def _relative_error(after: torch.Tensor, before: torch.Tensor) -> float:
-    return ((after.double() - before.double()).norm() / before.double().norm()).item()
+@torch.no_grad()
+def _outputs(model: torch.nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """The logits, and what every tower computes on its own: text does not reach those."""
+    outputs = [zoo.logits(model, inputs)]
+    for run in part_runs(model, _called(model, inputs)):
+        if can_run(model, run):
+            torch.manual_seed(0)
+            parts = tree_flatten(dict(model.get_submodule(run.module)(**run.inputs)))[0]
+            outputs += [part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()]
+    return outputs
+
+
+def _called(model: torch.nn.Module, inputs: dict[str, Any]) -> set[str]:
+    called: set[str] = set()
+    hooks = [m.register_forward_pre_hook(lambda *_, name=n: called.add(name)) for n, m in model.named_modules()]
+    zoo.logits(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    return called
+
+
+def _relative_error(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:
+    """The largest relative error of any output."""
+    pairs = zip(after, before, strict=True)
+    return max(((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item() for a, b in pairs)
