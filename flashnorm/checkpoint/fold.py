@@ -85,11 +85,13 @@ def _untie(source: Source, model: nn.Module, config: Any) -> tuple[dict[str, str
 
 
 def _refuse_another_function(source: Source, tied: Trace, untied: nn.Module) -> None:
-    """Some models compute something else when the flag is off (T5 rescales before a tied head): do not untie those."""
-    if trace_fully(untied).operations != tied.operations:
+    """Some models stay tied whatever the flag says, or compute something else when it is off: do not untie those."""
+    kept = untie_head(untied)
+    if kept or trace_fully(untied).operations != tied.operations:
+        what = "stays tied" if kept else "computes something else"
         raise Refusal(
-            f"{source.folder}: {type(untied).__name__} computes something else when tie_word_embeddings is off, so its "
-            "head cannot be untied; leave --untie out"
+            f"{source.folder}: {type(untied).__name__} {what} when tie_word_embeddings is off, so its head cannot be "
+            "untied; leave --untie out"
         )
 
 

@@ -51,17 +51,17 @@ def tie_flags(config: Any) -> dict[tuple[str, ...], object]:
 
 
 def without_ties(config: Any) -> Any:
-    """A copy of the config in which no flag ties the head."""
-    untied = copy.deepcopy(config)
+    """The config as it reads back from `config.json` once every tie flag there is off.
+
+    Some config classes derive other settings from the flag, or ignore it, so setting the attribute is not the same.
+    """
+    table = copy.deepcopy(config.to_dict())
     for path, value in tie_flags(config).items():
-        part = untied
+        part = table
         for key in path[:-1]:
-            part = part[key] if isinstance(part, dict) else getattr(part, key)
-        if isinstance(part, dict):
-            part[path[-1]] = value
-        else:
-            setattr(part, path[-1], value)
-    return untied
+            part = part[key]
+        part[path[-1]] = value
+    return type(config).from_dict(table)
 
 
 def _owner(model: nn.Module, parameter: str) -> nn.Module:
