@@ -52,12 +52,13 @@ def shrink(
         kwargs["rope_parameters"] = rope
     for name in cls.sub_configs:
         if isinstance(sub := getattr(base, name, None), PretrainedConfig):
-            kwargs[name] = shrink(type(sub), base=sub, overrides=overrides.get(name))
+            part = shrink(type(sub), base=sub, overrides=overrides.get(name))
+            kwargs[name] = part.to_dict() if cls.model_type in quirks.PARTS_AS_DICTS else part
     return cls(**(kwargs | {name: value for name, value in overrides.items() if name not in cls.sub_configs}))
 
 
 def _default(cls: type[PretrainedConfig]) -> PretrainedConfig:
-    return cls(**quirks.REQUIRED.get(cls.model_type, {}))
+    return cls(**copy.deepcopy(quirks.REQUIRED.get(cls.model_type, {})))
 
 
 def _fields(cls: type[PretrainedConfig]) -> dict[str, dataclasses.Field]:

@@ -15,9 +15,22 @@ _ASSISTANT_TEXT: dict[str, Any] = {
     "enable_moe_block": False,
 }
 
-# What a config class needs before it can be instantiated at all.
+_CROSS_BERT = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True}
+_MUSICGEN = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
+
+# Composites that take their parts as dicts only in Transformers 5.17.
+PARTS_AS_DICTS = frozenset({"encoder-decoder", "vision-encoder-decoder"})
+
+# What a config class needs before it can be instantiated at all, or before it has all its parts.
 REQUIRED: dict[str, dict[str, Any]] = {
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
+    "encoder-decoder": {"encoder": {"model_type": "bert"}, "decoder": _CROSS_BERT},
     "gemma4_assistant": {"text_config": _ASSISTANT_TEXT | {"model_type": "gemma4_text", "num_hidden_layers": 2}},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
+    "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
+    "musicgen": _MUSICGEN,
+    "musicgen_melody": _MUSICGEN,
+    "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": _CROSS_BERT},
 }
 
 _TEXT: dict[str, dict[str, Any]] = {
@@ -37,7 +50,7 @@ _TEXT: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]},
             "full_attention": None,
         },
     },

@@ -12,6 +12,8 @@ def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 _VQ = {"base_channels": 32, "channel_multiplier": [1, 2], "num_res_blocks": 1, "latent_channels": 8, "embed_dim": 8}
 
+_POST_CONV = {"post_conv_in_channels": 24, "post_conv_mid_channels": 28, "post_conv_out_channels": 36}
+
 CONFIG: dict[str, dict[str, Any]] = {
     "apertus1p5": {"image_token_offset": 96, "audio_token_offset": 112},
     "apertus1p5_vision_tokenizer": _VQ | {"codebook_size": 16},
@@ -71,7 +73,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "paddleocr_vl_text": _mrope(4, 4, 4),
     "pix2struct_text_model": {"d_kv": 16},
     "pix2struct_vision_model": {"hidden_size": 64, "patch_embed_hidden_size": 20, "seq_len": 16},
-    "pp_formulanet_vision": {"post_conv_in_channels": 24, "post_conv_mid_channels": 28, "post_conv_out_channels": 36},
+    "pp_formulanet": {"vision_config": _POST_CONV},
     "qwen2_5_omni_text": _mrope(2, 3, 3),
     "qwen2_5_vl_text": _mrope(2, 3, 3),
     "qwen2_vl_text": _mrope(2, 3, 3),
