@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
-	.venv/bin/python -m flashnorm.demo demo
+	.venv/bin/python -m examples.demo demo
 
 test: lint
 	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS)

@@ -1,9 +1,9 @@
 """Compare two greedy continuations of the same prompt: the same text, or first different at a near tie.
 
 A near tie is judged by the source's own rounding noise: how much the preference between two tokens changes when the
-source runs in fp32 instead of bf16. With v the variance of that change, two bf16 runs of one function differ by 2 v, and
-a fold, which rounds each weight once more, adds at most v / 2 (`flashnorm.verify.bounds`). Where two such runs part,
-each prefers its own token, and the two margins add up to the change: at most five standard deviations.
+source runs in fp32 instead of bf16. With v the variance of that change, two bf16 runs of one function differ by 2 v,
+and a fold, which rounds each weight once more, adds at most v / 2 (`flashnorm.verify.bounds`). Where two such runs
+part, each prefers its own token, and the two margins add up to the change: at most five standard deviations.
 """
 
 from __future__ import annotations
