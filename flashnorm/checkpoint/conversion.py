@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +109,9 @@ class _Loader:
         for names in sources.values():
             if any(self.shapes[n] != self.shapes[names[0]] for n in names):
                 raise CheckpointError(f"{names[0]} and its siblings have different shapes; the checkpoint is damaged")
-        signature = (id(converter), tuple((p, len(n) > 1, self.shapes[n[0]]) for p, n in sources.items()))
+        # Layers that differ only in their numbers are converted alike.
+        skeleton = re.sub(r"\d+", "#", target)
+        signature = (id(converter), skeleton, tuple((p, len(n) > 1, self.shapes[n[0]]) for p, n in sources.items()))
         if signature not in self.learned:
             self.learned[signature] = self._learn(converter, target, sources)
         lesson = self.learned[signature]

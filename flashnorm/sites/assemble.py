@@ -78,7 +78,7 @@ def _readers_by_norm(trace: Trace) -> dict[str, dict[str, Usage]]:
     """For every norm, the weights that meet one of its channels."""
     readers: dict[str, dict[str, Usage]] = defaultdict(dict)
     for name, usage in trace.ledger.usage.items():
-        for codes in usage.codes.values():
+        for codes in (*usage.codes.values(), *usage.clashing):
             for norm in trace.numbering.norms_in(codes):
                 readers[norm][name] = usage
     return readers

@@ -38,9 +38,24 @@ def main_run(model: nn.Module, tokens: int = _TOKENS) -> Run:
         for name in ("encoder_hidden_states", "cross_attention_states"):
             if name in parameters:
                 inputs[name] = _states(tokens, _cross_width(config))
+    if "shared_kv_states" in parameters:
+        inputs = _speculative_inputs(config, tokens)
     if "use_cache" in parameters or "kwargs" in parameters:
         inputs["use_cache"] = False
     return Run(inputs)
+
+
+def _speculative_inputs(config: Any, tokens: int) -> dict[str, Any]:
+    """A speculative head takes one token's embedding from its target model, and the target's keys and values."""
+    text = config.get_text_config()
+    layers = {kind: text.per_layer_config[text.layer_types.index(kind)] for kind in sorted(set(text.layer_types))}
+    return {
+        "inputs_embeds": _states(1, 2 * config.backbone_hidden_size),
+        "position_ids": torch.full((_BATCH, 1), tokens),
+        "shared_kv_states": {
+            kind: (_states(layer.num_key_value_heads, tokens, layer.head_dim),) * 2 for kind, layer in layers.items()
+        },
+    }
 
 
 def part_runs(model: nn.Module, called: Iterable[str]) -> list[Run]:
@@ -92,8 +107,8 @@ def _cross_width(config: Any) -> int:
     return int(getattr(config, "cross_attention_hidden_size", None) or config.get_text_config().hidden_size)
 
 
-def _states(tokens: int, width: int) -> torch.Tensor:
-    return torch.randn(_BATCH, tokens, width, generator=torch.Generator().manual_seed(3))
+def _states(*shape: int) -> torch.Tensor:
+    return torch.randn(_BATCH, *shape, generator=torch.Generator().manual_seed(3))
 
 
 def token_ids(model: nn.Module, tokens: int, seed: int, rows: int = _BATCH) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Usage:
     reads: list[Read] = field(default_factory=list)
     others: list[tuple[str, str]] = field(default_factory=list)  # (op, where) of every other use
     conflict: str | None = None
+    clashing: list[torch.Tensor] = field(default_factory=list)  # codes that met it where others had before
 
     @property
     def used(self) -> bool:
@@ -97,6 +98,7 @@ class Ledger:
         fresh = (part == UNTOUCHED) & (codes != ZERO)
         clash = (codes != ZERO) & (part != UNTOUCHED) & (part // 2 != codes // 2)
         if clash.any():
+            usage.clashing.append(codes)
             usage.conflict = (
                 usage.conflict or f"it is read by different norms, or also by data without a norm, in {read.where}"
             )

@@ -1,4 +1,4 @@
-"""`python -m tests.coverage`: run every architecture and write docs/coverage.json, docs/coverage.md and the README."""
+"""`python -m tests.coverage [FAMILY ...]`: run every architecture, write docs/coverage.json and .md and the README."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import transformers
 
 from tests import zoo
 from tests.coverage.examine import Outcome, examine
-from tests.coverage.record import FAMILIES, Record, write_documents
+from tests.coverage.record import FAMILIES, Record, merged, write_documents
 
 
 def main(families: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     outcomes: dict[str, list[Outcome]] = {}
     unbuilt: dict[str, dict[str, str]] = {}
     for family in families or list(FAMILIES):
@@ -30,7 +31,7 @@ def main(families: list[str]) -> None:
                 f"{family:10s} {model_type:28s} {outcome.folded}/{outcome.norms} {outcome.error:.1e}", file=sys.stderr
             )
             outcomes[family].append(outcome)
-    write_documents(Record(transformers.__version__, outcomes, unbuilt))
+    write_documents(merged(Record(transformers.__version__, outcomes, unbuilt)))
 
 
 if __name__ == "__main__":

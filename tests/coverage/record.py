@@ -39,6 +39,14 @@ def read_record() -> Record:
     return Record(table["transformers"], outcomes, table["unbuilt"])
 
 
+def merged(record: Record) -> Record:
+    """`record` with the families that it lacks taken from the committed one, if that is of the same Transformers."""
+    old = read_record() if RECORD.exists() else None
+    if old is None or old.transformers != record.transformers:
+        return record
+    return Record(record.transformers, old.outcomes | record.outcomes, old.unbuilt | record.unbuilt)
+
+
 def write_documents(record: Record) -> None:
     """Write the record, the full table and the README's summary."""
     outcomes = {family: [outcome.to_dict() for outcome in rows] for family, rows in record.outcomes.items()}
