@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from flashnorm.cli import audit, fold, import_gguf, lora, unfold
+from flashnorm.cli import audit, fold, import_gguf, lora, tune, unfold, verify
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
@@ -45,6 +45,7 @@ app.command("fold")(fold.command)
 app.command("import-gguf")(import_gguf.command)
 app.command("lora")(lora.command)
 app.command("unfold")(unfold.command)
+app.command("verify")(verify.command)
 
 
 def main(argv: list[str] | None = None) -> Any:

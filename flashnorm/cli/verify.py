@@ -1,0 +1,108 @@
+"""`flashnorm verify SRC DST` and `flashnorm verify --hashes FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashnorm.errors import CheckFailed, Refusal
+
+
+class Dtype(str, Enum):
+    """What `--dtype` takes: torch's names."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def command(
+    src: Annotated[Path | None, typer.Argument(help="The checkpoint folder to compare with.")] = None,
+    dst: Annotated[Path | None, typer.Argument(help="The folded checkpoint folder.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 file: samples and perplexity come from it.")] = None,
+    positions: Annotated[int, typer.Option(help="At how many positions logits are compared.")] = 256,
+    tokens: Annotated[int, typer.Option(help="Over how many tokens of the text perplexity is taken.")] = 4096,
+    new_tokens: Annotated[int, typer.Option(help="How far each greedy continuation goes; 0: none.")] = 64,
+    dtype: Annotated[Dtype | None, typer.Option(help="Run both in this dtype, not the stored one.")] = None,
+    hashes: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Only recheck a folded folder's files against its manifest."),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model code that the folders bring along.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+) -> None:
+    """Check that a folded checkpoint computes what its source computes, up to rounding."""
+    if hashes is not None:
+        if src is not None:
+            raise Refusal("--hashes takes one folder; leave out SRC and DST")
+        _recheck_hashes(hashes, as_json, quiet)
+        return
+    if src is None or dst is None:
+        raise Refusal("verify takes the source and the folded folder: flashnorm verify SRC DST")
+    import torch
+    from transformers.utils import logging
+
+    from flashnorm.verify.battery import verify
+    from flashnorm.verify.render import report_tables, verdict
+
+    logging.disable_progress_bar()  # one bar for each load would bury the lines of ours
+    report = verify(
+        src,
+        dst,
+        text=_read(text) if text else None,
+        positions=positions,
+        tokens=tokens,
+        new_tokens=new_tokens,
+        dtype=getattr(torch, dtype.value) if dtype else None,
+        trust_remote_code=trust_remote_code,
+        progress=None if quiet else _say,
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        Console(width=None if sys.stdout.isatty() else 120).print(report_tables(report))
+    if not report.passed:
+        raise CheckFailed(f"{dst} is not {src} folded: {verdict(report)}")
+    if not as_json:
+        typer.echo(verdict(report))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _say(step: str) -> None:
+    print(f"verify: {step}", file=sys.stderr, flush=True)
+
+
+def _recheck_hashes(folder: Path, as_json: bool, quiet: bool) -> None:
+    from dataclasses import asdict
+
+    from flashnorm.checkpoint.hashes import verify_hashes
+
+    report = verify_hashes(folder, quiet=quiet)
+    if as_json:
+        typer.echo(json.dumps({"passed": report.passed, **asdict(report)}, indent=2))
+    else:
+        for kind in ("changed", "missing", "extra"):
+            for name in getattr(report, kind):
+                typer.echo(f"{kind}: {name}")
+        typer.echo(f"{len(report.unchanged)} files unchanged")
+    if not report.passed:
+        raise CheckFailed(
+            f"{folder} is not as it was written: {len(report.changed)} files changed, {len(report.missing)} missing, "
+            f"{len(report.extra)} extra"
+        )

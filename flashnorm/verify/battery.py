@@ -1,0 +1,110 @@
+"""`flashnorm.verify`: run both models, one after the other, and decide."""
+
+from __future__ import annotations
+
+import os
+from typing import Union
+
+import torch
+from torch import nn
+
+from flashnorm.errors import CheckpointError, Refusal
+from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check
+from flashnorm.verify.evaluate import Answers, Progress, dtype_name, evaluate
+from flashnorm.verify.greedy import GreedyPair, compare_greedy
+from flashnorm.verify.logits import compare_logits, masked_tokens, without_tokens
+from flashnorm.verify.perplexity import compare_perplexity
+from flashnorm.verify.report import VerifyReport
+from flashnorm.verify.samples import Samples, make_samples
+from flashnorm.verify.subject import Subject, check_comparable, open_subject
+
+Model = Union[str, "os.PathLike[str]", nn.Module]
+
+
+def verify(
+    reference: Model,
+    candidate: Model,
+    *,
+    text: str | None = None,
+    positions: int = 256,
+    tokens: int = 4096,
+    new_tokens: int = 64,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Does `candidate` compute what `reference` computes, up to the rounding that folding norm gains explains?
+
+    `reference`, `candidate`: checkpoint folders (strict folded ones included) or Transformers models, which are copied.
+    `text`: where the token ids come from, and what perplexity is taken of; without it, built-in passages and no
+    perplexity. `positions`: at how many the logits are compared. `tokens`: how many of the text count for perplexity.
+    `new_tokens`: how far each greedy continuation goes (0: none). `dtype`: run both in it instead of the dtype that the
+    reference is stored in. `progress`: called with a line of text before each step.
+
+    The bounds are derived in `flashnorm.verify.bounds`. Raises `ConfigError` and `CheckpointError` where the two cannot
+    be loaded or compared, and `Refusal` where the text or the memory does not do. A failed check raises nothing: it is
+    in the report's `failures`.
+    """
+    if positions < 1 or tokens < 2 or new_tokens < 0:
+        raise Refusal(
+            f"positions={positions}, tokens={tokens}, new_tokens={new_tokens}: give at least 1, 2 and 0 of them"
+        )
+    progress = progress or _silent
+    ours, theirs = open_subject(reference, trust_remote_code), open_subject(candidate, trust_remote_code)
+    check_comparable(ours, theirs)
+    samples = make_samples(ours, text, positions, tokens)
+    source = evaluate(ours, samples, new_tokens, dtype, None, progress)
+    masked = masked_tokens(source.exact)
+    source = without_tokens(source, masked)
+    if not (source.logits.isfinite().all() and source.exact.isfinite().all()):
+        raise CheckpointError(f"the logits of {ours.name} are not finite: there is nothing to compare with")
+    folded = evaluate(theirs, samples, new_tokens, source.arithmetic.own, source.arithmetic.oracle, progress)
+    return _judge(ours, theirs, samples, source, without_tokens(folded, masked))
+
+
+def _silent(step: str) -> None:
+    pass
+
+
+def _judge(ours: Subject, theirs: Subject, samples: Samples, source: Answers, folded: Answers) -> VerifyReport:
+    checks = [finite_check(torch.cat([folded.logits, folded.exact], dim=-1))]
+    figures, perplexity = None, None
+    pairs: tuple[GreedyPair, ...] = ()
+    if checks[0].passed:
+        figures, logit_checks, noise = compare_logits(source, folded)
+        checks += logit_checks
+        finer = source.arithmetic.fine != source.arithmetic.own
+        if source.losses is not None and folded.losses is not None:
+            perplexity = compare_perplexity(source.losses, folded.losses)
+            checks.append(perplexity_check(perplexity, noise.divergence, finer))
+        if source.continuations:
+            pairs = compare_greedy(samples.prompts, source.continuations, folded.continuations, ours.decode)
+            checks.append(greedy_check(pairs, noise.logit_error))
+    return VerifyReport(
+        reference=ours.name,
+        candidate=theirs.name,
+        dtype=dtype_name(source.arithmetic.own),
+        text_dtype=dtype_name(source.arithmetic.fine),
+        oracle_dtype=dtype_name(source.arithmetic.oracle),
+        samples=samples.origin,
+        logits=figures,
+        perplexity=perplexity,
+        greedy=pairs,
+        checks=tuple(checks),
+        notes=tuple(_notes(samples, source, folded)),
+    )
+
+
+def _notes(samples: Samples, source: Answers, folded: Answers) -> list[str]:
+    """What a reader should know about how the figures came about."""
+    stored, own, oracle = source.arithmetic.stored, source.arithmetic.own, source.arithmetic.oracle
+    notes = []
+    if own != stored:
+        notes.append(f"run in {dtype_name(own)}, stored in {dtype_name(stored)}")
+    if folded.arithmetic.stored != stored:
+        notes.append(f"the candidate is stored in {dtype_name(folded.arithmetic.stored)}, not {dtype_name(stored)}")
+    if oracle != torch.float64:
+        notes.append(f"the oracle is in {dtype_name(oracle)}: float64 does not fit into memory")
+    if samples.windows is not None and source.losses is None:
+        notes.append("no perplexity: it is defined for causal language models only")
+    return notes

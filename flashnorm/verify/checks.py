@@ -1,0 +1,87 @@
+"""From figures to verdicts: each check with its bound, and in one sentence what a failure means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from flashnorm.verify.bounds import ADDED, ADDED_ROUTED, perplexity_bound, ratio_of_sums, sampling_slack, tie_bound
+from flashnorm.verify.greedy import GreedyPair
+from flashnorm.verify.perplexity import Perplexity
+from flashnorm.verify.report import Check
+
+
+def finite_check(logits: torch.Tensor) -> Check:
+    """No logit of the candidate, (positions, vocabulary), is NaN or infinite."""
+    bad = int((~logits.isfinite()).any(-1).sum())
+    return Check("non_finite_positions", bad, 0, f"the candidate's logits are not finite at {bad} positions")
+
+
+def drift_check(candidate: torch.Tensor, reference: torch.Tensor) -> Check:
+    """Candidate's drift over the reference's, each in its own dtype. Both: squared drifts (positions,)."""
+    value = math.sqrt(ratio_of_sums(candidate, reference))
+    bound = math.sqrt((1 + ADDED) * sampling_slack(candidate, reference))
+    return Check(
+        "drift_ratio",
+        value,
+        bound,
+        f"the candidate's logits lie {value:.3g} times as far from the exact ones as the reference's, where rounding "
+        f"explains {bound:.3g}: it does not compute the same function",
+    )
+
+
+def exact_drift_check(candidate: torch.Tensor, reference: torch.Tensor) -> Check:
+    """The same with the candidate in the oracle's arithmetic, where only the rounding of its weights is left."""
+    value = math.sqrt(ratio_of_sums(candidate, reference)) if float(candidate.sum()) else 0.0
+    bound = math.sqrt(ADDED_ROUTED * sampling_slack(candidate, reference))
+    return Check(
+        "exact_drift_ratio",
+        value,
+        bound,
+        f"in exact arithmetic the candidate's logits lie {value:.3g} times as far from the reference's as rounding "
+        f"takes those, where rounding of weights explains {bound:.3g}: it does not hold the same weights, gains folded",
+    )
+
+
+def divergence_check(candidate: torch.Tensor, reference: torch.Tensor) -> Check:
+    """Candidate's KL divergence from the oracle over the reference's, each (positions,)."""
+    value = ratio_of_sums(candidate, reference)
+    bound = (1 + ADDED) * sampling_slack(candidate, reference)
+    return Check(
+        "kl_ratio",
+        value,
+        bound,
+        f"the candidate's distributions diverge {value:.3g} times as much from the exact ones as the reference's, "
+        f"where rounding explains {bound:.3g}",
+    )
+
+
+def greedy_check(pairs: Sequence[GreedyPair], logit_error: float) -> Check:
+    """Every continuation that differs first differs at a near tie."""
+    value = max((pair.difference.opposed_margin for pair in pairs if pair.difference), default=0.0)
+    bound = tie_bound(logit_error)
+    return Check(
+        "greedy_margin",
+        value,
+        bound,
+        f"a greedy continuation parts from the reference's by {value:.3g} logits, where rounding explains {bound:.3g}: "
+        "that is no near tie",
+    )
+
+
+def perplexity_check(perplexity: Perplexity, divergence: float, finer: bool) -> Check:
+    """`divergence`: mean KL from the oracle of either model in its own dtype.
+
+    `finer`: the text was run in finer arithmetic than that, so only the rounding of weights is left.
+    """
+    value = abs(math.log1p(perplexity.relative_difference))
+    bound = perplexity_bound(divergence * (ADDED_ROUTED if finer else 2), perplexity.tokens)
+    return Check(
+        "perplexity",
+        value,
+        bound,
+        f"the perplexities, {perplexity.reference:.5g} and {perplexity.candidate:.5g}, differ by {value:.3%}, where "
+        f"rounding explains {bound:.3%}",
+    )

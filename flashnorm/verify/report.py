@@ -1,0 +1,86 @@
+"""What a verification found, as data. The JSON form is documented in docs/verify.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashnorm.verify.greedy import GreedyPair
+from flashnorm.verify.perplexity import Perplexity
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure and the bound that it must not exceed. `meaning`: what it means that the check failed."""
+
+    name: str
+    value: float
+    bound: float
+    meaning: str
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # False where the value is NaN
+
+
+@dataclass(frozen=True)
+class LogitFigures:
+    """Distances from the oracle. Errors and divergences are those of the stored dtype, except `exact_relative_error`.
+
+    Divergence (KL) in nats. Drift is the distance up to a constant for each position, which no probability depends on.
+    """
+
+    positions: int
+    reference_relative_error: float
+    candidate_relative_error: float
+    exact_relative_error: float  # the candidate's weights in the oracle's arithmetic: rounding of the weights alone
+    drift_ratio: float  # candidate's drift over the reference's
+    exact_drift_ratio: float  # the same for the candidate's weights in the oracle's arithmetic
+    reference_kl_mean: float
+    reference_kl_max: float
+    candidate_kl_mean: float
+    candidate_kl_max: float
+    reference_top1_agreement: float  # with the oracle
+    candidate_top1_agreement: float  # with the oracle
+    mutual_top1_agreement: float  # of the two with each other
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Everything that was measured, and the checks that decide. `notes`: what a reader should know about how."""
+
+    reference: str
+    candidate: str
+    dtype: str
+    text_dtype: str
+    oracle_dtype: str
+    samples: str
+    logits: LogitFigures | None  # None: the candidate's logits are not finite
+    perplexity: Perplexity | None
+    greedy: tuple[GreedyPair, ...]
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a figure that is not finite becomes the string "inf" or "nan"."""
+        table = asdict(self)
+        table["passed"] = self.passed
+        table["checks"] = [{**asdict(check), "passed": check.passed} for check in self.checks]
+        return _jsonable(table)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
