@@ -32,11 +32,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from flashnorm.errors import FlashnormError, Refusal
-
-
-class ShapeError(FlashnormError, ValueError):
-    """Two operands do not fit together."""
+from flashnorm.errors import Refusal, ShapeError
 
 
 class ZeroGainError(Refusal):

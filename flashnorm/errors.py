@@ -33,3 +33,19 @@ class TracingError(FlashnormError):
 
 class CheckFailed(FlashnormError):
     """A verification ran and its figure is outside the bound. The command line turns it into exit status 1."""
+
+
+class ShapeError(FlashnormError, ValueError):
+    """Two operands do not fit together."""
+
+
+class DtypeError(FlashnormError, TypeError):
+    """An operand's dtype is not supported, or differs from the others'."""
+
+
+class DeviceError(FlashnormError, ValueError):
+    """The operands lie on different devices, or on one that cannot do what is asked."""
+
+
+class GradientError(FlashnormError, RuntimeError):
+    """A gradient is wanted from an operation that has no backward."""

@@ -44,6 +44,7 @@ app.command("audit")(audit.command)
 app.command("fold")(fold.command)
 app.command("import-gguf")(import_gguf.command)
 app.command("lora")(lora.command)
+app.command("tune")(tune.command)
 app.command("unfold")(unfold.command)
 app.command("verify")(verify.command)
 

@@ -1,0 +1,51 @@
+"""What the operations accept, checked once, with an error that names the argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashnorm.errors import DeviceError, DtypeError, GradientError, ShapeError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_linear(x: Tensor, weight: Tensor, *, rows: int | None = None, **others: Tensor | None) -> None:
+    """Check the operands of a linear that reads `x`: (..., K) by `weight`: (N, K).
+
+    `others` are optional operands by name: `gain` must be (K,), `residual` and `out` (..., N), and anything else (N,),
+    where N is `rows` if given. Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`.
+    """
+    if x.dim() == 0:
+        raise ShapeError("x must have at least one axis, the width K, but it is a scalar")
+    if weight.dim() != 2:
+        raise ShapeError(f"weight must be a matrix (N, K), not of shape {tuple(weight.shape)}")
+    if x.shape[-1] != weight.shape[1] or x.shape[-1] == 0:
+        raise ShapeError(f"x of width {x.shape[-1]} does not fit a weight of shape {tuple(weight.shape)} (N, K)")
+    outputs = weight.shape[0] if rows is None else rows
+    given = {name: tensor for name, tensor in others.items() if tensor is not None}
+    for name, tensor in given.items():
+        wanted = _wanted_shape(name, x, outputs)
+        if tuple(tensor.shape) != wanted:
+            raise ShapeError(f"{name} must be of shape {wanted}, not {tuple(tensor.shape)}")
+    _check_kinds({"x": x, "weight": weight, **given})
+
+
+def _wanted_shape(name: str, x: Tensor, outputs: int) -> tuple[int, ...]:
+    if name == "gain":
+        return (x.shape[-1],)
+    return (*x.shape[:-1], outputs) if name in ("residual", "out") else (outputs,)
+
+
+def _check_kinds(tensors: dict[str, Tensor]) -> None:
+    """One dtype, one device, no gradient wanted."""
+    x = tensors["x"]
+    if x.dtype not in DTYPES:
+        raise DtypeError(f"x is {x.dtype}; use bfloat16, float16, float32 or float64")
+    for name, tensor in tensors.items():
+        if tensor.dtype != x.dtype:
+            raise DtypeError(f"{name} is {tensor.dtype} but x is {x.dtype}; convert one of them")
+        if tensor.device != x.device:
+            raise DeviceError(f"{name} is on {tensor.device} but x is on {x.device}; move one of them")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise GradientError(f"{name} requires grad, but this operation has no backward; use torch.no_grad()")

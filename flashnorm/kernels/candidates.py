@@ -1,0 +1,73 @@
+"""The configurations worth trying for a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK
+
+SHARED_MEMORY = 225_000  # of 232,448 bytes on Hopper; barriers and descriptors take the rest
+_TILES_N = ((32, 0), (64, 0), (128, 0), (256, 0), (32, 16), (64, 32), (128, 64))
+
+
+def candidates(m: int, k: int, n: int) -> list[Config]:
+    """Every configuration to check and time for (m, k) x and (n, k) weight in 16-bit floats, on a Hopper GPU."""
+    found: list[Config] = []
+    if m == 1:
+        found += _gemv(k)
+    elif m <= 64:
+        found += _split_k(m, k, n)
+    if m > 1 and k <= 1024:
+        found += _fused(m, k, n)
+    if m >= 64:
+        found += _deferred_gemm(m, k, n)
+    return found + list(_norm_linear(m, k))
+
+
+def _gemv(k: int) -> Iterator[Gemv]:
+    for block_n, block_k, warps, prefetch in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8), (0, 512, 1024)):
+        values = block_n * block_k // (32 * warps)  # per thread
+        if 8 <= values <= 64 and block_k < 2 * k:
+            yield Gemv(block_n, block_k, warps, prefetch)
+
+
+def _split_k(m: int, k: int, n: int) -> Iterator[SplitK]:
+    block_m = max(16, 1 << (m - 1).bit_length())
+    for block_n, block_k, split, stages in product((64, 128), (64, 128, 256), (1, 2, 3, 4, 6, 8), (3, 4, 6)):
+        memory = (block_n + block_m) * block_k * 2 * stages
+        programs = -(-n // block_n) * split
+        busy = k <= 1024 or (80 <= programs <= 420 and memory >= 60_000)
+        if memory <= SHARED_MEMORY and split * block_k <= k and busy:
+            for prefetch, reduce_n in product((0, 256), (256, 512)):
+                yield SplitK(block_n, block_k, split, stages, 4, reduce_n, prefetch)
+
+
+def _fused(m: int, k: int, n: int) -> Iterator[Fused]:
+    for block_m, block_n, block_k, stages in product((16, 32, 64), (16, 32, 64, 128), (64, 128), (3, 5)):
+        programs = -(-m // block_m) * -(-n // block_n)
+        if programs <= 12 * 132 and block_m < 2 * max(m, 16) and (block_m + block_n) * block_k * 2 * stages < 200_000:
+            yield Fused(block_m, block_n, block_k, 4, stages, 0)
+            yield Fused(block_m, block_n, block_k, 4, stages, 1024)
+
+
+def _deferred_gemm(m: int, k: int, n: int) -> Iterator[DeferredGemm]:
+    for block_m, (block_n, extra_n), block_k, stages in product((64, 128), _TILES_N, (64, 128), (3, 4, 6)):
+        width = block_n + extra_n
+        memory = (block_m + width) * block_k * 2 * stages + block_m * width * 2
+        tiles = -(-m // block_m) * -(-n // width)
+        if memory > SHARED_MEMORY or (k > 1024 and not 40 <= tiles <= 1600):
+            continue
+        warps = 8 if block_m * width > 128 * 128 else 4
+        if m <= 256:
+            for prefetch in (0, 256, 1024):
+                yield DeferredGemm(block_m, block_n, extra_n, block_k, 8, warps, stages, 1, prefetch)
+        else:
+            for group, wide in product((4, 8), {warps, 8}):
+                yield DeferredGemm(block_m, block_n, extra_n, block_k, group, wide, stages, 4, 0)
+
+
+def _norm_linear(m: int, k: int) -> Iterator[NormLinear]:
+    for (rows, warps), prefetch in product(((1, 2), (1, 4), (1, 8), (2, 8)), (0, 512, 1024)):
+        for stream in (False, True):
+            yield NormLinear(rows, warps, prefetch, stream)

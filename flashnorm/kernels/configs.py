@@ -1,0 +1,109 @@
+"""The ways to run a deferred norm and their parameters: plain data, importable where Triton is not.
+
+Each class is one family of kernels and names its parameters; the module of the same name runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Plain torch: any device, any dtype."""
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """Outputs per program, inputs per step, warps, and inputs per row of W asked into the L2 before the wait."""
+
+    block_n: int = 2
+    block_k: int = 2048
+    warps: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True)
+class SplitK:
+    """Rows of W per program, K per step, programs along K, pipeline depth, warps; outputs per program of the
+    reduction; inputs per row of W asked into the L2 before the wait."""
+
+    block_n: int = 64
+    block_k: int = 128
+    split: int = 4
+    stages: int = 4
+    warps: int = 4
+    reduce_n: int = 512
+    prefetch: int = 0
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Rows of x, outputs, and K per step of one program; warps; pipeline depth; inputs per row of W asked into the L2
+    before the wait."""
+
+    block_m: int = 16
+    block_n: int = 32
+    block_k: int = 64
+    warps: int = 4
+    stages: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True)
+class DeferredGemm:
+    """Tile of y (`block_m` by `block_n + extra_n`), K per step, tiles of rows per group, warps, pipeline depth; rows
+    per program of the scale kernel, and bytes per row of W that it asks into the L2."""
+
+    block_m: int = 128
+    block_n: int = 128
+    extra_n: int = 0
+    block_k: int = 64
+    group: int = 8
+    warps: int = 8
+    stages: int = 4
+    scale_rows: int = 1
+    prefetch: int = 0
+
+
+@dataclass(frozen=True)
+class NormLinear:
+    """Rows of x per program, warps, bytes per row of W asked into the L2 meanwhile, and whether x is read only once."""
+
+    rows: int = 1
+    warps: int = 4
+    prefetch: int = 0
+    stream: bool = False
+
+
+Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear
+
+FAMILIES = MappingProxyType(
+    {
+        "reference": Reference,
+        "gemv": Gemv,
+        "split_k": SplitK,
+        "fused": Fused,
+        "deferred_gemm": DeferredGemm,
+        "norm_linear": NormLinear,
+    }
+)
+_NAMES = MappingProxyType({family: name for name, family in FAMILIES.items()})
+
+
+def family_name(config: Config) -> str:
+    """The name of the configuration's family, as tables and records write it."""
+    return _NAMES[type(config)]
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as tables write it: its family's name and its parameters."""
+    return {"family": family_name(config), **asdict(config)}
+
+
+def from_dict(entry: dict[str, Any]) -> Config:
+    """The inverse of `to_dict`. Raises `KeyError` or `TypeError` on a family or parameter that does not exist."""
+    parameters = dict(entry)
+    return FAMILIES[parameters.pop("family")](**parameters)

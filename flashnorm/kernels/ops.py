@@ -1,0 +1,103 @@
+"""The operations, registered with `torch.library`: opaque to `torch.compile`, capturable in graphs, no host sync."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from flashnorm.kernels.arguments import check_linear
+from flashnorm.kernels.dispatch import choose, problem_of
+from flashnorm.kernels.layout import row_contiguous
+from flashnorm.kernels.run import run
+
+# Annotations are evaluated by `torch.library`, which reads `Optional` in every torch that the project allows.
+
+
+def rms_linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gain: Optional[Tensor] = None,  # noqa: UP045
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    out: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """RMSNorm, then linear, with the norm deferred: y = ((x ⊙ gain) Wᵀ) / sqrt(mean(x²) + eps) + bias.
+
+    `x`: (..., K); `weight`: (N, K); `gain`: (K,), omitted where it was folded into the weight; `bias`: (N,). All of
+    one dtype (bf16, fp16, fp32, fp64) and on one device. Returns (..., N) in `x.dtype`; with `out`, writes there and
+    returns it. Arithmetic is in fp32 (fp64 for fp64) and rounded once, except where the fastest way is the plain
+    sequence, which rounds the normed x too. Last axes that are not contiguous are copied. There is no backward.
+
+    Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
+    """
+    check_linear(x, weight, gain=gain, bias=bias, out=out)
+    if out is None:
+        return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias)
+    torch.ops.flashnorm.rms_linear_out(x, weight, eps, gain, bias, out)
+    return out
+
+
+@torch.library.custom_op("flashnorm::rms_linear", mutates_args=())
+def _rms_linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    bias: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _write(x, weight, eps, gain, bias, out)
+    return out
+
+
+@_rms_linear.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    bias: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("flashnorm::rms_linear_out", mutates_args=("out",))
+def _rms_linear_out(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    bias: Optional[Tensor],  # noqa: UP045
+    out: Tensor,
+) -> None:
+    _write(x, weight, eps, gain, bias, out)
+
+
+@_rms_linear_out.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    bias: Optional[Tensor],  # noqa: UP045
+    out: Tensor,
+) -> None:
+    pass
+
+
+def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    """Flatten the leading axes, choose a way and run it; an `out` that is no matrix in memory is written by copy."""
+    if out.numel() == 0:
+        return
+    rows = row_contiguous(x.reshape(-1, x.shape[-1]))
+    weight = row_contiguous(weight)
+    target = out.reshape(-1, out.shape[-1])
+    in_place = target.data_ptr() == out.data_ptr() and target.stride(-1) == 1
+    if not in_place:
+        target = rows.new_empty((rows.shape[0], weight.shape[0]))
+    gain = gain if gain is None else gain.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    run(choose(problem_of(rows, weight, gain, target), x.device), rows, weight, eps, gain, bias, target)
+    if not in_place:
+        out.copy_(target.view(out.shape))

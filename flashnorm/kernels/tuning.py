@@ -1,0 +1,100 @@
+"""Tuning: every candidate is compared with fp64 before it may be timed; the fastest right one enters the table.
+
+Checks run in several processes, because compiling is what takes long; the compiled kernels reach the timing process
+through Triton's cache on disk. Timing runs in one process, in rounds: all candidates briefly, then the best few again,
+side by side.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from flashnorm.kernels.bounds import exceeds, expected_rms_linear
+from flashnorm.kernels.candidates import candidates
+from flashnorm.kernels.configs import Config, NormLinear
+from flashnorm.kernels.run import run
+from flashnorm.kernels.timing import cold_operands, time_side_by_side
+
+EPS = 1e-6
+FINALISTS = 6
+_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """(m, k) x times (n, k) weight."""
+
+    m: int
+    k: int
+    n: int
+
+
+@dataclass
+class Tuned:
+    """The fastest right configuration of a shape, in microseconds; what was dropped, with the reason."""
+
+    shape: Shape
+    config: Config
+    microseconds: float
+    spread: float
+    tried: int
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+def tune(shapes: Sequence[Shape], device: torch.device) -> Iterable[Tuned]:
+    """Check, time and choose for each shape in turn. Needs a CUDA device and Triton."""
+    jobs = [(shape, config) for shape in shapes for config in candidates(shape.m, shape.k, shape.n)]
+    workers = max(1, min(16, (os.cpu_count() or 2) - 1))
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        verdicts = dict(zip(jobs, pool.starmap(fault, jobs, chunksize=8), strict=True))
+    for shape in shapes:
+        yield _choose(shape, {config: why for (of, config), why in verdicts.items() if of == shape}, device)
+
+
+def fault(shape: Shape, config: Config) -> str:
+    """Why `config` may not be used for `shape`: empty if its output is right, complete and inside its buffer."""
+    generator = torch.Generator("cuda").manual_seed(shape.m * 31 + shape.k)
+    x = torch.randn(shape.m, shape.k, generator=generator, device="cuda").mul_(3).to(_DTYPE)
+    weight = torch.randn(shape.n, shape.k, generator=generator, device="cuda").mul_(0.02).to(_DTYPE)
+    guarded = torch.full((shape.m + 2, shape.n), float("nan"), device="cuda", dtype=_DTYPE)
+    try:
+        run(config, x, weight, EPS, None, None, guarded[1:-1])
+        torch.cuda.synchronize()
+    except Exception as error:  # Triton raises its own types for a tile that does not fit; the reason is reported
+        return f"{type(error).__name__}: {error}"
+    expected = expected_rms_linear(x, weight, EPS, rounds_input=isinstance(config, NormLinear))
+    worst = exceeds(guarded[1:-1], expected)
+    if not worst <= 1:
+        return f"the error is {worst:.3g} times its bound"
+    return "" if guarded[0].isnan().all() and guarded[-1].isnan().all() else "it wrote outside its output"
+
+
+def _choose(shape: Shape, verdicts: dict[Config, str], device: torch.device) -> Tuned:
+    operands = cold_operands(shape.m, shape.k, shape.n, _DTYPE, device)
+
+    def call(config: Config, index: int) -> None:
+        run(config, operands.x[index], operands.weight[index], EPS, None, None, operands.out[index])
+
+    right = [config for config, why in verdicts.items() if not why]
+    first = {  # one graph at a time: hundreds held at once would fill the memory
+        config: time_side_by_side({"": partial(call, config)}, len(operands), 7)[""].median for config in right
+    }
+    finalists = sorted(right, key=first.__getitem__)[:FINALISTS]
+    again = time_side_by_side(
+        {str(rank): partial(call, config) for rank, config in enumerate(finalists)}, len(operands), 25
+    )
+    best = min(again, key=lambda rank: again[rank].median)
+    return Tuned(
+        shape,
+        finalists[int(best)],
+        again[best].median,
+        again[best].spread,
+        len(verdicts),
+        {str(config): why for config, why in verdicts.items() if why},
+    )
