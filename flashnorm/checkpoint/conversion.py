@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -37,7 +37,7 @@ class Placement:
     axes: dict[int, tuple[int, torch.Tensor | None]]
 
 
-def placements(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Placement]]:
+def placements(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Placement]]:
     """For every stored tensor (name -> shape) that the loader uses: where it goes. Others are absent.
 
     `model`: the (hollow) Transformers model that will load the checkpoint. Raises `CheckpointError` where the loader
@@ -46,7 +46,7 @@ def placements(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return _Loader(model, shapes).run()
 
 
-def stored_name(model: nn.Module, parameter: str) -> str:
+def stored_name(model: PreTrainedModel, parameter: str) -> str:
     """The name under which a parameter of `model` is saved."""
     saved = loading.revert_weight_conversion(model, {parameter: torch.zeros(1)})
     return str(next(iter(saved)))
@@ -63,7 +63,7 @@ class _Lesson:
 class _Loader:
     """Replays the loader's bookkeeping over names and stand-ins."""
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]):
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]):
         self.model, self.shapes = model, shapes
         mapping = get_model_conversion_mapping(model)
         self.renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]

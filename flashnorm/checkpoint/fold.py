@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.apply import apply_plan
 from flashnorm.checkpoint.conversion import placements, stored_name
@@ -73,7 +73,7 @@ def make_plan(
     return plan_fold(source, report, placed, strict=strict, additions=additions, config_changes=changes)
 
 
-def _untie(source: Source, model: nn.Module, config: Any) -> tuple[dict[str, str], dict[tuple[str, ...], object]]:
+def _untie(source: Source, model: PreTrainedModel, config: Any) -> tuple[dict[str, str], dict[tuple[str, ...], object]]:
     """Untie `model` in place; the stored tensors to add (name -> copied from) and the tie flags to change."""
     heads = untie_head(model)
     if not heads:
@@ -84,7 +84,7 @@ def _untie(source: Source, model: nn.Module, config: Any) -> tuple[dict[str, str
     return additions, tie_flags(config)
 
 
-def _refuse_another_function(source: Source, tied: Trace, untied: nn.Module) -> None:
+def _refuse_another_function(source: Source, tied: Trace, untied: PreTrainedModel) -> None:
     """Some models stay tied whatever the flag says, or compute something else when it is off: do not untie those."""
     kept = untie_head(untied)
     if kept or trace_fully(untied).operations != tied.operations:

@@ -11,7 +11,7 @@ from torch import nn
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy
-from flashnorm.sites.inputs import Run, main_run, part_runs
+from flashnorm.sites.inputs import Run, main_runs, part_runs
 from flashnorm.sites.tracing import Trace, can_run, trace
 from flashnorm.sites.tying import untie_head
 from flashnorm.sites.types import Site
@@ -74,17 +74,23 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
     """
     if inputs is not None:
         return trace(hollow, [Run(inputs)])
-    runs = [main_run(hollow, _TOKEN_LADDER[0])]
+    runs = _first_that_runs(hollow, _TOKEN_LADDER[0])
     record = trace(hollow, runs)
     for tokens in _TOKEN_LADDER[1:]:
-        longer = main_run(hollow, tokens)
+        longer = _first_that_runs(hollow, tokens) if _unseen(record) else []
         # What a run longer than the model's positions leaves unseen stays a blocker.
-        if not _unseen(record) or not can_run(hollow, longer):
+        if not longer or not can_run(hollow, longer[0]):
             break
-        runs = [longer]
+        runs = longer
         record = trace(hollow, runs)
     parts = [run for run in part_runs(hollow, record.called) if can_run(hollow, run)]
     return trace(hollow, [*runs, *parts]) if parts else record
+
+
+def _first_that_runs(hollow: nn.Module, tokens: int) -> list[Run]:
+    """The first of the main runs that goes through; the last one, for its error, if none does."""
+    candidates = main_runs(hollow, tokens)
+    return [next((run for run in candidates[:-1] if can_run(hollow, run)), candidates[-1])]
 
 
 def _unseen(record: Trace) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from flashnorm.errors import ConfigError
 from flashnorm.sites.hollow import hollow_construction, settle_values
@@ -61,7 +60,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     raise ConfigError(f"Transformers has no model class for the model_type {config.model_type!r}")
 
 
-def hollow_model(config: Any, trust_remote_code: bool = False) -> nn.Module:
+def hollow_model(config: Any, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
     """The model of `config`, hollow, float32, in eval mode. Raises `ConfigError` where it cannot be constructed."""
     cls = model_class(config, trust_remote_code)
     cls = cls[0] if isinstance(cls, tuple) else cls

@@ -22,27 +22,30 @@ class Run:
     module: str = ""
 
 
-def main_run(model: nn.Module, tokens: int = _TOKENS) -> Run:
-    """A call of the whole model on text.
+def main_runs(model: nn.Module, tokens: int = _TOKENS) -> list[Run]:
+    """Calls of the whole model on text, the one that reaches most of it first; the first that goes through will do.
 
     Token ids are (2, tokens) int64, with one row for each codebook of an audio decoder; an encoder-decoder gets decoder
-    ids of the same shape, and a decoder with cross attention gets encoder states (2, tokens, width).
+    ids of the same shape, a decoder with cross attention encoder states (2, tokens, width), and a model that insists
+    on an image gets one.
     """
     parameters = inspect.signature(model.forward).parameters
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     rows = _BATCH * (getattr(config, "num_codebooks", None) or 1 if "input_ids" in parameters else 1)
     inputs: dict[str, Any] = {"input_ids": token_ids(model, tokens, seed=1, rows=rows)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = token_ids(model, tokens, seed=2)
-    elif _reads_encoder(model):
-        for name in ("encoder_hidden_states", "cross_attention_states"):
-            if name in parameters:
-                inputs[name] = _states(tokens, _cross_width(config))
     if "shared_kv_states" in parameters:
         inputs = _speculative_inputs(config, tokens)
+    if "pixel_values" in parameters and parameters["pixel_values"].default is inspect.Parameter.empty:
+        inputs["pixel_values"] = _pixels(config.vision_config if hasattr(config, "vision_config") else config)
     if "use_cache" in parameters or "kwargs" in parameters:
         inputs["use_cache"] = False
-    return Run(inputs)
+    states = {name for name in ("encoder_hidden_states", "cross_attention_states") if name in parameters}
+    if not states or "decoder_input_ids" in inputs or not _reads_encoder(model):
+        return [Run(inputs)]
+    width = _width(model)
+    return [Run(inputs | {name: _states(tokens, width) for name in states}), Run(inputs)]
 
 
 def _speculative_inputs(config: Any, tokens: int) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def part_runs(model: nn.Module, called: Iterable[str]) -> list[Run]:
 
     `called`: the modules that ran so far. A part whose inputs cannot be told from its signature and config is left out.
     """
-    ran, runs = set(called), []
+    ran = set(called)
+    runs: list[Run] = []
     for name, module in model.named_modules():
         if not name or name in ran or not isinstance(module, PreTrainedModel):
             continue
@@ -77,21 +81,29 @@ def part_runs(model: nn.Module, called: Iterable[str]) -> list[Run]:
 
 def _tower_inputs(tower: PreTrainedModel) -> dict[str, Any] | None:
     parameters, config = inspect.signature(tower.forward).parameters, tower.config
-    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
     if "grid_thw" in parameters and hasattr(config, "patch_size"):
         # Patches of one image in rows, as the Qwen-VL processors lay them out.
         side = 2 * getattr(config, "spatial_merge_size", 1)
-        values = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        values = _channels(config) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
         patches = torch.randn(side * side, values, generator=torch.Generator().manual_seed(4))
         return {next(iter(parameters)): patches, "grid_thw": torch.tensor([[1, side, side]])}
     if "pixel_values" in parameters and isinstance(getattr(config, "image_size", None), (int, list, tuple)):
-        size = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
-        return {"pixel_values": torch.randn(_BATCH, channels, *size, generator=torch.Generator().manual_seed(4))}
+        return {"pixel_values": _pixels(config)}
     if "input_features" in parameters and hasattr(config, "num_mel_bins"):
         frames = 2 * getattr(config, "max_source_positions", 50)
         bins = torch.randn(_BATCH, config.num_mel_bins, frames, generator=torch.Generator().manual_seed(4))
         return {"input_features": bins}
     return None
+
+
+def _pixels(config: Any) -> torch.Tensor:
+    """One image for each row, (2, channels, height, width)."""
+    size = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
+    return torch.randn(_BATCH, _channels(config), *size, generator=torch.Generator().manual_seed(4))
+
+
+def _channels(config: Any) -> int:
+    return getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
 
 
 def _reads_encoder(model: nn.Module) -> bool:
@@ -103,8 +115,11 @@ def _reads_encoder(model: nn.Module) -> bool:
     )
 
 
-def _cross_width(config: Any) -> int:
-    return int(getattr(config, "cross_attention_hidden_size", None) or config.get_text_config().hidden_size)
+def _width(model: nn.Module) -> int:
+    """The width of the encoder states that cross attention expects: the config's, else that of the embeddings."""
+    config = model.config
+    own = getattr(config, "cross_attention_hidden_size", None)
+    return int(own or _embedding(model).shape[1])
 
 
 def _states(*shape: int) -> torch.Tensor:
@@ -120,10 +135,14 @@ def token_ids(model: nn.Module, tokens: int, seed: int, rows: int = _BATCH) -> t
 
 
 def _vocabulary_size(model: nn.Module) -> int:
+    return int(_embedding(model).shape[0])
+
+
+def _embedding(model: nn.Module) -> torch.Tensor:
+    """The table of token embeddings, (vocabulary, width); the smallest one where the model does not say which it is."""
     get = getattr(model, "get_input_embeddings", None)
-    embedding = get() if get is not None else None
-    weight = getattr(embedding, "weight", None)
+    weight = getattr(get() if get is not None else None, "weight", None)
     if isinstance(weight, torch.Tensor):
-        return int(weight.shape[0])
-    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return min(sizes) if sizes else 32
+        return weight
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    return min(tables, key=len) if tables else torch.empty(32, 1)

@@ -7,7 +7,7 @@ with known weights, in float64, and its answers are compared with what a norm wo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,11 @@ class _Experiment:
         return cls(_bare_copy(module).to("cpu", torch.float64), call, trailing.numel())
 
     def run(
-        self, x: torch.Tensor, dtype: torch.dtype = torch.float64, gate: float = _SILU_ONE, **values: Any
+        self,
+        x: torch.Tensor,
+        values: Mapping[str, float | torch.Tensor],
+        dtype: torch.dtype = torch.float64,
+        gate: float = _SILU_ONE,
     ) -> torch.Tensor:
         """Outputs (rows, width) for inputs (rows, width), with the named parameters set to the given values."""
         self.module.to(dtype)
@@ -158,18 +162,18 @@ def _conclude(e: _Experiment) -> NormProbe | None:
     if roles is None:
         return None
     gain_name, bias_name, offset = roles
-    neutral = {gain_name: 1.0 - offset} if gain_name else {}
+    neutral: dict[str, float] = {gain_name: 1.0 - offset} if gain_name else {}
     if bias_name:
         neutral[bias_name] = 0.0
 
     def core(x: torch.Tensor) -> torch.Tensor:
-        return e.run(x, **neutral)
+        return e.run(x, neutral)
 
     if not _ignores_scale(core, e.x):
         return None
-    gated = not torch.allclose(e.run(e.x, gate=0.3, **neutral), e.run(e.x, gate=1.7, **neutral), rtol=1e-6, atol=0)
+    gated = not torch.allclose(e.run(e.x, neutral, gate=0.3), e.run(e.x, neutral, gate=1.7), rtol=1e-6, atol=0)
     # In float32, not float64: a module without an epsilon of its own takes that of the dtype it computes in.
-    eps, placement = _find_epsilon(lambda x: e.run(x, torch.float32, **neutral), e.x)
+    eps, placement = _find_epsilon(lambda x: e.run(x, neutral, torch.float32), e.x)
     convention = GainConvention(
         offset=offset,
         eps=eps,
@@ -187,24 +191,24 @@ def _find_roles(e: _Experiment) -> tuple[str | None, str | None, float] | None:
     """Which parameter is the gain, which the bias, and the offset in gain = offset + weight."""
     if not e.parameters:
         return None, None, 0.0
-    zero = dict.fromkeys(e.parameters, 0.0)
-    base = e.run(e.x, **zero)
+    zero: dict[str, float | torch.Tensor] = dict.fromkeys(e.parameters, 0.0)
+    base = e.run(e.x, zero)
     gain_name, bias_name = None, None
     for name in e.parameters:
-        effect = e.run(e.x, **{**zero, name: e.gain}) - base
+        effect = e.run(e.x, {**zero, name: e.gain}) - base
         if torch.allclose(effect, e.gain.expand_as(effect), rtol=1e-5, atol=1e-6):
             bias_name = name
         else:
             gain_name = name
     if gain_name is None or (len(e.parameters) == 2 and bias_name is None):
         return None
-    one, two = e.run(e.x, **{**zero, gain_name: 1.0}), e.run(e.x, **{**zero, gain_name: 2.0})
+    one, two = e.run(e.x, {**zero, gain_name: 1.0}), e.run(e.x, {**zero, gain_name: 2.0})
     core = two - one
     offset = ((base * core).sum() / (core * core).sum()).item()
     offset = float(f"{offset:.5g}") + 0.0
     scale = core.abs().max()
     expected = (offset + e.gain) * core
-    measured = e.run(e.x, **{**zero, gain_name: e.gain})
+    measured = e.run(e.x, {**zero, gain_name: e.gain})
     affine = (measured - expected).abs().max() <= 1e-5 * scale and (base - offset * core).abs().max() <= 1e-5 * scale
     return (gain_name, bias_name, 0.0 if abs(offset) < 1e-5 else offset) if affine and scale > 0 else None
 
@@ -268,8 +272,8 @@ def _multiply_order(e: _Experiment, gain_name: str, neutral: dict[str, Any], off
     """Compare bitwise, in bfloat16, with both orders of the multiply and the cast."""
     x = e.x.to(torch.bfloat16).to(torch.float64)
     weight = (e.gain - offset).to(torch.bfloat16)
-    normed = e.run(x, torch.float32, **neutral).to(torch.float32)
-    measured = e.run(x, torch.bfloat16, **{**neutral, gain_name: weight}).to(torch.bfloat16)
+    normed = e.run(x, neutral, torch.float32).to(torch.float32)
+    measured = e.run(x, {**neutral, gain_name: weight}, torch.bfloat16).to(torch.bfloat16)
     after = normed.to(torch.bfloat16) * (offset + weight)
     before = (normed * (offset + weight.float())).to(torch.bfloat16)
     agreement = {"after_cast": (measured == after), "before_cast": (measured == before)}

@@ -138,10 +138,11 @@ def _axes_of_view(view: torch.Tensor, shape: torch.Size) -> tuple[tuple[int, int
     walks: list[tuple[int, int, int] | None] = []
     for size, stride in zip(view.shape, view.stride(), strict=True):
         # A dimension of size one walks nowhere, and its stride means nothing.
-        axis = next((a for a, s in enumerate(strides) if s <= stride and shape[a] > 1), None)
-        if size == 1 or stride == 0 or axis is None or stride % strides[axis]:
+        candidates = [a for a, s in enumerate(strides) if s <= stride and shape[a] > 1]
+        if size == 1 or stride == 0 or not candidates or stride % strides[candidates[0]]:
             walks.append(None)
             continue
+        axis = candidates[0]
         step = stride // strides[axis]
         last = starts[axis] + step * (size - 1)
         walks.append((axis, starts[axis], step) if last < shape[axis] else None)

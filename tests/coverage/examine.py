@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from flashnorm.checkpoint.fold import fold_checkpoint
-from flashnorm.errors import Refusal
+from flashnorm.errors import Refusal, TracingError
 from flashnorm.passes.fold import apply_fold
 from flashnorm.sites.audit import AuditReport, audit
 from flashnorm.sites.inputs import part_runs
@@ -38,11 +39,12 @@ class Outcome:
     error: float
     blocked: dict[str, int] = field(default_factory=dict)  # kind of blocker -> norms
     over_cautious: list[str] = field(default_factory=list)  # refused, yet forcing the fold changes nothing
+    refused: str = ""  # the reason where the model cannot be traced at all: nothing is written then
     on_disk: bool = True  # False where stock Transformers itself does not restore the tiny model it saved
 
     @property
     def right(self) -> bool:
-        return self.error <= TOLERANCE
+        return not self.refused and self.error <= TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,7 +55,10 @@ def examine(family: str, model_type: str, folder: Path) -> Outcome:
     model = zoo.tiny_model(family, model_type)
     inputs = zoo.forward_inputs(model, family)
     before = _outputs(model, inputs)
-    report = audit(model)
+    try:
+        report = audit(model)
+    except TracingError as refusal:
+        return Outcome(model_type, norms=0, folded=0, error=0.0, refused=str(refusal))
     on_disk = model_type not in BROKEN_ROUND_TRIP
     after = _fold_on_disk(model, inputs, folder) if on_disk else _fold_in_memory(model, inputs, report)
     kinds = Counter(site.blockers[0].kind for site in report.blocked)
@@ -98,16 +103,24 @@ def _distinct(report: AuditReport) -> list[Site]:
 def _changes_nothing(model: torch.nn.Module, site: Site, inputs: dict[str, Any], before: list[torch.Tensor]) -> bool:
     forced = copy.deepcopy(model)
     apply_fold(forced, [site])
-    return _relative_error(_outputs(forced, inputs), before) <= TOLERANCE
+    if _relative_error(_outputs(forced, inputs), before) > TOLERANCE:
+        return False
+    # A tower that the text model takes only a part of returns the rest to whoever calls it on its own.
+    return _relative_error(_tower_outputs(forced, ()), _tower_outputs(model, ())) <= TOLERANCE
 
 
 @torch.no_grad()
 def _outputs(model: torch.nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """The logits, and what every tower computes on its own: text does not reach those."""
-    outputs = [zoo.logits(model, inputs)]
-    for run in part_runs(model, _called(model, inputs)):
+    """The logits, and what every tower computes that text does not reach."""
+    return [zoo.logits(model, inputs), *_tower_outputs(model, _called(model, inputs))]
+
+
+@torch.no_grad()
+def _tower_outputs(model: torch.nn.Module, called: Iterable[str]) -> list[torch.Tensor]:
+    """Everything that the towers outside of `called` return when they are called on their own."""
+    outputs: list[torch.Tensor] = []
+    for run in part_runs(model, called):
         if can_run(model, run):
-            torch.manual_seed(0)
             parts = tree_flatten(dict(model.get_submodule(run.module)(**run.inputs)))[0]
             outputs += [part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()]
     return outputs
@@ -125,4 +138,5 @@ def _called(model: torch.nn.Module, inputs: dict[str, Any]) -> set[str]:
 def _relative_error(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:
     """The largest relative error of any output."""
     pairs = zip(after, before, strict=True)
-    return max(((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item() for a, b in pairs)
+    errors = [((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item() for a, b in pairs]
+    return max(errors, default=0.0)

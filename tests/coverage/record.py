@@ -101,7 +101,7 @@ def full_table(record: Record) -> str:
         ]
         for row in rows:
             kinds.update(row.blocked)
-            left = ", ".join(f"{count} {kind}" for kind, count in row.blocked.items())
+            left = row.refused or ", ".join(f"{count} {kind}" for kind, count in row.blocked.items())
             lines.append(f"| {row.model_type} | {row.folded} | {row.norms} | {row.error:.1e} | {left} |")
         lines += [
             "",
