@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from flashnorm.cli import audit, fold, import_gguf, lora, tune, unfold, verify
+from flashnorm.cli import audit, bench, fold, import_gguf, lora, tune, unfold, verify
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
@@ -44,6 +44,7 @@ app.command("audit")(audit.command)
 app.command("fold")(fold.command)
 app.command("import-gguf")(import_gguf.command)
 app.command("lora")(lora.command)
+app.add_typer(bench.app, name="bench")
 app.command("tune")(tune.command)
 app.command("unfold")(unfold.command)
 app.command("verify")(verify.command)

@@ -1,0 +1,81 @@
+"""`flashnorm bench op`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flashnorm.bench.op import Row
+
+app = typer.Typer(no_args_is_help=True, help="Measure on this machine, against baselines and against the limit.")
+
+
+@app.command("op")
+def op(
+    output: Path = typer.Option(None, "--record", help="Write the record, with every sample, to this file."),
+    compiled: bool = typer.Option(True, "--compiled/--no-compiled", help="Include torch.compile, minutes of tuning."),
+    commit: str = typer.Option(None, "--commit", help="The commit to name in the record, where git cannot say."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record instead of the table."),
+) -> None:
+    """Time the deferred norm against every norm-then-linear that is installed, at 18 shapes."""
+    import torch
+
+    from flashnorm.bench.limits import measure_ceilings
+    from flashnorm.bench.op import measure, summarise
+    from flashnorm.bench.record import op_record, provenance, write
+    from flashnorm.errors import DeviceError
+
+    if not torch.cuda.is_available():
+        raise DeviceError("this benchmark needs a CUDA GPU and none was found")
+    device = torch.device("cuda", 0)
+    ceilings = measure_ceilings(device)
+    rows = []
+    for row in measure(ceilings, device, compiled=compiled):
+        rows.append(row)
+        typer.echo(f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us", err=True)
+    record = op_record(rows, ceilings, provenance(device, commit))
+    if output is not None:
+        write(record, output)
+    if as_json:
+        typer.echo(json.dumps(record, indent=1))
+        return
+    from rich.console import Console
+
+    Console(width=160).print(_table(rows))
+    summary = summarise(rows)
+    typer.echo(
+        f"{torch.cuda.get_device_name(device)}: faster than the best baseline, beyond the spread, in {summary.won} of "
+        f"{summary.rows}; geometric mean of time over best baseline {summary.ratio:.3f}; not slower than the linear "
+        f"alone in {summary.free}."
+    )
+
+
+def _table(rows: list[Row]) -> Table:
+    """One line per shape: medians in microseconds, the ratios that matter, and the percentage of the limit."""
+    from rich.table import Table
+
+    from flashnorm.bench.op import OURS
+
+    names = [name for name in rows[0].timings if name != OURS]
+    table = Table(title="RMSNorm then linear, bf16, cold weights, CUDA graphs; medians in microseconds")
+    for title in ("K,N", "M", *names, OURS, "±", "/ best", "/ alone", "% of limit", "won"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.k},{row.n}",
+            str(row.m),
+            *(f"{row.timings[name].median:.2f}" for name in names),
+            f"{row.ours:.2f}",
+            f"{row.timings[OURS].spread:.2f}",
+            f"{row.ours / row.best:.3f}",
+            f"{row.ours / row.bare:.3f}",
+            f"{100 * row.limit / row.ours:.0f}",
+            "yes" if row.won else "no",
+        )
+    return table
