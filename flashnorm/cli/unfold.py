@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Put the original gains back and divide them out of the weights, to within one unit in the last place."""
+    if not quiet:  # before torch, which takes seconds to load
+        print(f"unfold: opening {folder}", file=sys.stderr, flush=True)
     from flashnorm.checkpoint.unfold import unfold_checkpoint
 
     report = unfold_checkpoint(folder, out, quiet=quiet)

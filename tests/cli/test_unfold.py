@@ -25,7 +25,7 @@ def test_unfold(folded, tmp_path, capsys):
     assert run("unfold", folded, tmp_path / "back") == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'back'}: 3 tensors restored, 6 weights divided by their gains\n"
-    assert printed.err.startswith("unfold: 0 B of ")
+    assert printed.err.startswith(f"unfold: opening {folded}\nunfold: 0 B of ")
 
 
 def test_unfold_json(folded, tmp_path, capsys):
