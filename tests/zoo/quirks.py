@@ -25,6 +25,7 @@ PARTS_AS_DICTS = frozenset({"encoder-decoder", "vision-encoder-decoder"})
 REQUIRED: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
     "encoder-decoder": {"encoder": {"model_type": "bert"}, "decoder": _CROSS_BERT},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
     "gemma4_assistant": {"text_config": _ASSISTANT_TEXT | {"model_type": "gemma4_text", "num_hidden_layers": 2}},
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
     "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
@@ -115,6 +116,8 @@ _TEXT: dict[str, dict[str, Any]] = {
     "mllama_text_model": {"cross_attention_layers": [1]},
     "mobilebert": {"embedding_size": 40, "intra_bottleneck_size": 48, "num_feedforward_networks": 2},
     "neomme": {"head_dim": 16, "embedding_rank": 20, "embedding_dim": 12},
+    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": 4},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "perceiver": {"num_latents": 16, "d_latents": 48, "num_self_attends_per_block": 2},
     "phi4_multimodal_audio": {
         "depthwise_separable_out_channel": 20,
@@ -153,6 +156,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
     },
     "squeezebert": {"embedding_size": 64},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "xlnet": {"d_head": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},

@@ -14,9 +14,13 @@ _VQ = {"base_channels": 32, "channel_multiplier": [1, 2], "num_res_blocks": 1, "
 
 _POST_CONV = {"post_conv_in_channels": 24, "post_conv_mid_channels": 28, "post_conv_out_channels": 36}
 
+_WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
+_ONE_TILE = {"image_grid_pinpoints": [[32, 32]]}
+
 CONFIG: dict[str, dict[str, Any]] = {
     "apertus1p5": {"image_token_offset": 96, "audio_token_offset": 112},
     "apertus1p5_vision_tokenizer": _VQ | {"codebook_size": 16},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"num_query_tokens": 4, "image_token_index": 96},
     "chameleon": {"vocabulary_map": {"<image>": 120, "IMGIMGAZ": 121, "IMGIMGBZ": 122}},
     "chameleon_vqgan": _VQ | {"num_embeddings": 2},
@@ -40,24 +44,31 @@ CONFIG: dict[str, dict[str, Any]] = {
         "num_groups": [2, 3],
         "window_size": 4,
     },
+    "gemma4_vision": {"pooling_kernel_size": 2, "num_key_value_heads": 2},
     "glm4v_text": _mrope(2, 3, 3),
     "glm4v_moe_text": _mrope(2, 1, 1, partial_rotary_factor=0.5),
     "glm5_next_text": {"head_dim": 0, "qk_rope_head_dim": 0, "index_kpool": 2},
     "glm_ocr_text": _mrope(2, 3, 3),
-    "granite4_vision": {
+    "granite4_vision": _ONE_TILE
+    | {
         "vision_config": {"hidden_size": 64},
         "downsample_rate": "1/2",
         "deepstack_layer_map": [[0, 0]],
         "spatial_target_layers": [1],
     },
     "granite_docling_vision": {"deepstack_visual_indexes": [0]},
+    "kimi_k25": {"projection_hidden_size": 32},
     "instructblip": {"num_query_tokens": 4, "image_token_index": 96},
     "instructblipvideo": {"num_query_tokens": 4, "video_token_index": 97},
     "janus_vqgan": _VQ | {"num_embeddings": 16, "image_token_embed_dim": 64},
     "kosmos-2": {"latent_query_num": 4},
     "kosmos-2.5": {"latent_query_num": 4},
+    "hunyuan_vl_vision": {"temporal_patch_size": 1},
     "hunyuan_vl_text": _mrope(3, 3, 3, 3),
     "hy_v4_vl_text": _mrope(2, 1, 1),
+    "llava_next": _ONE_TILE,
+    "llava_next_video": _ONE_TILE,
+    "llava_onevision": _ONE_TILE,
     "mistral_large4_text": {
         "layer_types": ["indexed_attention"] * 3,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
@@ -67,6 +78,8 @@ CONFIG: dict[str, dict[str, Any]] = {
     },
     "molmo2_adapter": {"vision_feature_layer": [1, 0], "hidden_size": 32},
     "molmo2_text": {"num_hidden_layers": 2, "rope_scaling_layers": [0]},
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"out_hidden_size": 128},
     "muse_spark_audio": {"hidden_sizes": [12, 16, 20, 24], "depths": [1, 1, 1, 1]},
     "muse_spark_text": {"moe_hidden_size": 48},
     "omniasr_audio": {"conv_dim": [16] * 7},
@@ -75,6 +88,9 @@ CONFIG: dict[str, dict[str, Any]] = {
     "pix2struct_vision_model": {"hidden_size": 64, "patch_embed_hidden_size": 20, "seq_len": 16},
     "pp_formulanet": {"vision_config": _POST_CONV},
     "qwen2_5_omni_text": _mrope(2, 3, 3),
+    "exaone4_5_vision": _WINDOWS,
+    "qwen2_5_omni_vision_encoder": _WINDOWS,
+    "qwen2_5_vl_vision": _WINDOWS,
     "qwen2_5_vl_text": _mrope(2, 3, 3),
     "qwen2_vl_text": _mrope(2, 3, 3),
     "qwen2_vl_vision": {"hidden_size": 64},
@@ -92,5 +108,6 @@ CONFIG: dict[str, dict[str, Any]] = {
     "udop": {"max_2d_position_embeddings": 64},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [28, 32]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 8, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "wavtokenizer_encoder": {"codebook_dim": 32, "codebook_size": 8},
 }

@@ -21,7 +21,7 @@ def build_report(family: str) -> dict[str, str]:
 def state_of(family: str, model_type: str) -> str:
     """One line of the report: builds the tiny model and runs it."""
     try:
-        return _check(tiny_model(family, model_type), family)
+        return check(tiny_model(family, model_type), family)
     except (CannotBuild, ImportError) as error:
         return _optional_dependency(str(error)) or str(error)
     except Exception as error:  # the report's purpose: whatever a model raises is its reason
@@ -34,7 +34,8 @@ def _optional_dependency(message: str) -> str:
     return f"needs an optional dependency: {', '.join(names)}" if names else ""
 
 
-def _check(model: PreTrainedModel, family: str) -> str:
+def check(model: PreTrainedModel, family: str) -> str:
+    """ "ok" when `model` gives finite logits that change with its input, else what is wrong with them."""
     inputs = forward_inputs(model, family)
     before = logits(model, inputs)
     other = {k: v.flip(0) if k.endswith(("input_ids", "inputs_embeds")) else v for k, v in inputs.items()}

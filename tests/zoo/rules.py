@@ -62,7 +62,8 @@ _BY_VALUE: list[tuple[object, str]] = [
     (2, "swa_num_attention_heads swa_num_key_value_heads"),
     # vision and audio towers, and what joins them to the language model
     (32, "image_size max_image_size max_img_size resolution"),
-    (8, "patch_size num_mel_bins"),
+    (8, "patch_size num_mel_bins canvas_length"),
+    (4, "mm_tokens_per_image"),
     (16, "num_position_embeddings num_patches"),
     (64, "position_embedding_size"),
     (2, "spatial_merge_size temporal_patch_size"),

@@ -125,6 +125,17 @@ def _sound_per_token(model: PreTrainedModel) -> Inputs:
     return {"encoder_inputs_embeds": states(frames, model.config.audio_config.hidden_size, seed=8)}
 
 
+def _canvas(model: PreTrainedModel) -> Inputs:
+    # Without these ids the model draws random ones.
+    return {"decoder_input_ids": tokens(DECODER_LENGTH, seed=2)}
+
+
+def _global_attention(model: PreTrainedModel) -> Inputs:
+    mask = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    mask[:, 0] = 1
+    return {"global_attention_mask": mask}
+
+
 def _boxes(model: PreTrainedModel) -> Inputs:
     corners = torch.rand(BATCH, LENGTH, 2, generator=torch.Generator().manual_seed(8)) / 2
     return {"bbox": torch.cat([corners, corners + 0.4], dim=-1)}
@@ -142,11 +153,14 @@ WHOLE: dict[str, Callable[[PreTrainedModel], Inputs]] = {
 EXTRA: dict[str, Callable[[PreTrainedModel], Inputs]] = {
     "blip": _image_beside,
     "blip-2": _qformer,
+    "diffusion_gemma": _canvas,
     "idefics": _interleaved,
     "instructblip": _qformer_with_prompt,
     "instructblipvideo": _qformer_on_video,
     "kosmos-2": _image_embeddings,
     "kosmos-2.5": _image_embeddings,
+    "led": _global_attention,
+    "longformer": _global_attention,
     "mllama": _cross_states,
     "mllama_text_model": _cross_states,
     "roc_bert": _shapes_and_sounds,
@@ -154,3 +168,8 @@ EXTRA: dict[str, Callable[[PreTrainedModel], Inputs]] = {
     "voxtral_realtime": _sound_per_token,
     "whisper": _encoder_outputs,
 }
+
+# Types whose usual inputs contain pixels, because they cannot be run without.
+PIXELS_ANYWAY = frozenset(
+    {"blip", "blip-2", "instructblip", "instructblipvideo", "pix2struct", "pp_formulanet", "vision-encoder-decoder"}
+)
