@@ -14,7 +14,7 @@ from filelock import FileLock
 import flashnorm
 from examples.assets import AssetError, smollm2_gguf
 from examples.assets import sotu_text as read_sotu
-from flashnorm.checkpoint import gguf_file, gguf_import, gguf_rope, gguf_settings
+from flashnorm.checkpoint import gguf_file, gguf_import, gguf_rope, gguf_settings, gguf_tokenizer
 
 CACHE = Path(__file__).parent.parent / ".cache"
 
@@ -54,5 +54,6 @@ def _imported(dtype: torch.dtype) -> Path:
 
 def _key() -> str:
     """Changes with whatever decides what an import writes."""
-    sources = [inspect.getsource(module) for module in (gguf_file, gguf_import, gguf_rope, gguf_settings)]
+    modules = (gguf_file, gguf_import, gguf_rope, gguf_settings, gguf_tokenizer)
+    sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join([transformers.__version__, *sources]).encode()).hexdigest()[:12]

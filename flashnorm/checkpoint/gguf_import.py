@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from flashnorm.checkpoint.gguf_file import metadata, open_gguf
 from flashnorm.checkpoint.gguf_rope import FREQUENCY_FACTORS
 from flashnorm.checkpoint.gguf_settings import complete_config, ignored_settings
+from flashnorm.checkpoint.gguf_tokenizer import read_tokenizer, set_special_tokens
 from flashnorm.checkpoint.staging import LAST, check_output, new_file, new_folder
 from flashnorm.errors import CheckpointError, ConfigError
 
@@ -63,8 +64,8 @@ def import_gguf(file: str | Path, out: str | Path, *, dtype: torch.dtype = torch
     with _alone(file) as location:
         config = _read_config(file, reader, location)
         model = _load(file, reader, config, dtype, location)
-        tokenizer = _read_tokenizer(file, reader, location)
-    _set_special_tokens(model, reader)
+        tokenizer = read_tokenizer(file, reader, location)
+    set_special_tokens(model, reader)
     _write(model, tokenizer, out)
     return ImportReport(
         source=str(file),
@@ -181,33 +182,3 @@ def _refuse_non_finite(file: Path, model: PreTrainedModel) -> None:
                 f"{file} gives NaN or infinite values in {name!r} as {str(value.dtype).removeprefix('torch.')}; "
                 "import with --dtype fp32, or get an intact file"
             )
-
-
-def _read_tokenizer(file: Path, reader: GGUFReader, location: dict[str, Any]) -> Any:
-    """The tokenizer that the GGUF describes; None when it describes none.
-
-    It keeps the generic class, which loads as it was saved: an architecture's own would rebuild parts of itself.
-    """
-    kind = metadata(reader, "tokenizer.ggml.model")
-    if kind in (None, "none"):
-        return None
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(**location)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} has a tokenizer of kind {kind!r}, which Transformers cannot rebuild; "
-            "start from the model's safetensors checkpoint instead"
-        ) from error
-
-
-def _set_special_tokens(model: PreTrainedModel, reader: GGUFReader) -> None:
-    """Tell `generate` where to stop: architectures differ in whether Transformers takes these ids over itself."""
-    generation = model.generation_config
-    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
-        token = metadata(reader, f"tokenizer.ggml.{key}_token_id")
-        if token is not None and not isinstance(getattr(generation, f"{name}_token_id"), list):
-            setattr(generation, f"{name}_token_id", token)
-            setattr(model.config, f"{name}_token_id", token)
-    end_of_turn = metadata(reader, "tokenizer.ggml.eot_token_id")
-    if end_of_turn is not None and isinstance(generation.eos_token_id, int) and end_of_turn != generation.eos_token_id:
-        generation.eos_token_id = [generation.eos_token_id, end_of_turn]

@@ -25,8 +25,8 @@ SIZES = {
 
 
 def vocabulary() -> list[str]:
-    """Three special tokens, the 256 bytes in GPT-2's spelling and one merge."""
-    return [*SPECIAL_TOKENS, *bytes_to_unicode().values(), "th"]
+    """Three special tokens, the 256 bytes in GPT-2's spelling and two merges."""
+    return [*SPECIAL_TOKENS, *bytes_to_unicode().values(), "th", "the"]
 
 
 def tiny_llama(**changes: Any) -> PreTrainedModel:
@@ -130,7 +130,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "th e"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

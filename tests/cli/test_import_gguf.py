@@ -22,7 +22,7 @@ def test_it_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert _status(file, tmp_path / "out", "--dtype", "fp32") == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert "95,040 parameters in float32, with tokenizer and chat template" in out
+    assert "95,168 parameters in float32, with tokenizer and chat template" in out
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
