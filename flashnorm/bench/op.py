@@ -59,9 +59,13 @@ class Row:
 
     @property
     def won(self) -> bool:
-        """Whether the distance to the best baseline clears both spreads."""
-        spread = self.timings[OURS].spread + self.timings[self.best_baseline].spread
-        return self.best - self.ours > spread
+        """Whether the gain over the best baseline clears its own spread, from turn to turn.
+
+        Contenders take turns, so the difference within a turn is free of the clock's drift between turns.
+        """
+        pairs = zip(self.timings[self.best_baseline].samples, self.timings[OURS].samples, strict=True)
+        gain = Timing(tuple(theirs - ours for theirs, ours in pairs))
+        return gain.median > gain.spread
 
 
 @dataclass(frozen=True)

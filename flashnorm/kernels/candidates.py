@@ -7,7 +7,7 @@ from itertools import product
 
 from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK
 
-SHARED_MEMORY = 225_000  # of 232,448 bytes on Hopper; barriers and descriptors take the rest
+SHARED_MEMORY = 230_000  # of 232,448 bytes on Hopper; barriers and descriptors take the rest
 _TILES_N = ((32, 0), (64, 0), (128, 0), (256, 0), (32, 16), (64, 32), (128, 64))
 
 
@@ -22,7 +22,7 @@ def candidates(m: int, k: int, n: int) -> list[Config]:
         found += _fused(m, k, n)
     if m >= 64:
         found += _deferred_gemm(m, k, n)
-    return found + list(_norm_linear(m, k))
+    return list(dict.fromkeys([*found, *_norm_linear(m, k)]))
 
 
 def _gemv(k: int) -> Iterator[Gemv]:
@@ -52,19 +52,24 @@ def _fused(m: int, k: int, n: int) -> Iterator[Fused]:
 
 
 def _deferred_gemm(m: int, k: int, n: int) -> Iterator[DeferredGemm]:
-    for block_m, (block_n, extra_n), block_k, stages in product((64, 128), _TILES_N, (64, 128), (3, 4, 6)):
+    for block_m, (block_n, extra_n), block_k, stages, halves in product(
+        (64, 128), _TILES_N, (64, 128), (3, 4, 6), (False, True)
+    ):
         width = block_n + extra_n
-        memory = (block_m + width) * block_k * 2 * stages + block_m * width * 2
+        memory = (block_m + width) * block_k * 2 * stages + block_m * width * (1 if halves else 2)
         tiles = -(-m // block_m) * -(-n // width)
-        if memory > SHARED_MEMORY or (k > 1024 and not 40 <= tiles <= 1600):
+        if memory > SHARED_MEMORY or (k > 1024 and not 40 <= tiles <= 1600) or (halves and (extra_n or block_n < 128)):
             continue
         warps = 8 if block_m * width > 128 * 128 else 4
+        if k <= 1024:
+            yield DeferredGemm(block_m, block_n, extra_n, block_k, 8, warps, stages, 1, 0, halves, True)
+            yield DeferredGemm(block_m, block_n, extra_n, block_k, 8, 8, stages, 1, 0, halves, True)
         if m <= 256:
             for prefetch in (0, 256, 1024):
-                yield DeferredGemm(block_m, block_n, extra_n, block_k, 8, warps, stages, 1, prefetch)
+                yield DeferredGemm(block_m, block_n, extra_n, block_k, 8, warps, stages, 1, prefetch, halves)
         else:
             for group, wide in product((4, 8), {warps, 8}):
-                yield DeferredGemm(block_m, block_n, extra_n, block_k, group, wide, stages, 4, 0)
+                yield DeferredGemm(block_m, block_n, extra_n, block_k, group, wide, stages, 4, 0, halves)
 
 
 def _norm_linear(m: int, k: int) -> Iterator[NormLinear]:

@@ -55,7 +55,9 @@ class Fused:
 @dataclass(frozen=True)
 class DeferredGemm:
     """Tile of y (`block_m` by `block_n + extra_n`), K per step, tiles of rows per group, warps, pipeline depth; rows
-    per program of the scale kernel, and bytes per row of W that it asks into the L2."""
+    per program of the scale kernel, and bytes per row of W that it asks into the L2; whether a tile is stored in two
+    halves, which frees shared memory for a deeper pipeline (`extra_n` must be 0); whether each tile takes its rows'
+    scale itself, in place of the scale kernel: one launch less, more reading, right for small K."""
 
     block_m: int = 128
     block_n: int = 128
@@ -66,6 +68,8 @@ class DeferredGemm:
     stages: int = 4
     scale_rows: int = 1
     prefetch: int = 0
+    halves: bool = False
+    own_scale: bool = False
 
 
 @dataclass(frozen=True)
