@@ -11,10 +11,10 @@ from rich.table import Table
 WIDTH = 110
 
 
-def show(result: dict[str, Any], folded: Path) -> None:
+def show(result: dict[str, Any], folded: Path, console: Console | None = None) -> None:
     """Print what `examples.demo` found."""
     # A pipe has no width of its own; a terminal's is respected.
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
+    console = console or Console(width=None if Console().is_terminal else WIDTH, highlight=False)
     verify = result["verify"]
     console.print(_figures(result))
     console.print(_continuations(verify))
