@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from flashnorm.checkpoint.manifest import is_folded, read_manifest
 from flashnorm.checkpoint.plan import FoldPlan
 from flashnorm.checkpoint.planner import plan_fold
 from flashnorm.checkpoint.source import Source, open_source
+from flashnorm.checkpoint.staging import check_output
 from flashnorm.errors import Refusal
 from flashnorm.passes.fold import FoldReport
 from flashnorm.sites.audit import report_of, trace_fully
@@ -43,6 +45,7 @@ def fold_checkpoint(
         manifest = read_manifest(src)
         return FoldReport([site.norm for site in manifest.sites], dict(manifest.skipped), already_folded=True)
     source = open_source(src)
+    check_output(source.folder, Path(dst))  # planning takes seconds, so an output that exists is refused before it
     plan = make_plan(source, strict=strict, untie=untie, trust_remote_code=trust_remote_code)
     if not plan.sites:
         raise Refusal(f"nothing in {source.folder} can be folded: {_first_reason(plan)}; see `flashnorm audit`")

@@ -20,6 +20,8 @@ def command(
     quiet: bool = typer.Option(False, "--quiet", help="No progress on stderr."),
 ) -> None:
     """Fold the norm gains of a checkpoint into the next weights."""
+    if not quiet:
+        typer.echo(f"fold: opening {src}", err=True)  # importing torch takes seconds, and silence looks like a hang
     from flashnorm.checkpoint.fold import fold_checkpoint
 
     report = fold_checkpoint(src, dst, strict=strict, untie=untie, trust_remote_code=trust_remote_code, quiet=quiet)
