@@ -6,7 +6,6 @@ import json
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -23,10 +22,10 @@ from flashnorm.version import __version__
 _PACKAGES = ("torch", "triton", "flashinfer-python", "liger-kernel", "nvidia-cublas")
 
 
-def provenance(device: torch.device, commit: str | None) -> dict[str, Any]:
+def provenance(device: torch.device, command: str, commit: str | None) -> dict[str, Any]:
     """Device, driver, versions, command and time. `commit` overrides what git says, for a tree without history."""
     return {
-        "command": " ".join(["flashnorm", *sys.argv[1:]]),
+        "command": command,
         "commit": commit or _output("git", "rev-parse", "HEAD"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device),

@@ -39,7 +39,8 @@ def op(
     for row in measure(ceilings, device, compiled=compiled):
         rows.append(row)
         typer.echo(f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us", err=True)
-    record = op_record(rows, ceilings, provenance(device, commit))
+    command = "flashnorm bench op" + ("" if compiled else " --no-compiled")
+    record = op_record(rows, ceilings, provenance(device, command, commit))
     if output is not None:
         write(record, output)
     if as_json:

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+import torch
+
+from flashnorm.kernels import dispatch
+from flashnorm.kernels.configs import DeferredGemm, Fused, Gemv, NormLinear, Reference, SplitK, from_dict, to_dict
+from flashnorm.kernels.dispatch import Problem, fits
+
+HOPPER = dispatch._table((9, 0))
+PLAIN = Problem(m=1, k=1000, n=1000, dtype=torch.bfloat16, gained=False, addressable=True)
+
+
+def _choose(**changes):
+    return dispatch._choose(replace(PLAIN, **changes), HOPPER)
+
+
+def test_off_cuda_the_reference_runs():
+    assert dispatch.choose(PLAIN, torch.device("cpu")) == Reference()
+
+
+@pytest.mark.parametrize(("m", "family"), [(1, Gemv), (2, SplitK), (64, SplitK), (65, NormLinear), (4096, NormLinear)])
+def test_shapes_that_are_not_listed(m, family):
+    assert isinstance(_choose(m=m), family)
+
+
+@pytest.mark.parametrize("m", [1, 2, 16, 17, 64, 65, 256, 1024, 4096, 9000])
+@pytest.mark.parametrize(("k", "n"), [(576, 960), (4096, 6144), (77, 33)])
+@pytest.mark.parametrize("gained", [False, True])
+@pytest.mark.parametrize("addressable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_choice_can_always_run(m, k, n, gained, addressable, dtype):
+    problem = Problem(m, k, n, dtype, gained, addressable)
+    assert fits(dispatch._choose(problem, HOPPER), problem)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (Gemv(), {"m": 9}),
+        (SplitK(), {"m": 65}),
+        (SplitK(), {"addressable": False}),
+        (SplitK(), {"gained": True}),
+        (SplitK(), {"dtype": torch.float32}),
+        (DeferredGemm(), {"addressable": False}),
+        (DeferredGemm(), {"gained": True}),
+        (DeferredGemm(), {"dtype": torch.float32}),
+        (Fused(), {"gained": True}),
+    ],
+)
+def test_what_a_family_cannot_run(config, changes):
+    assert fits(config, PLAIN)
+    assert not fits(config, replace(PLAIN, **changes))
+
+
+def test_rows_between_two_listed_take_the_larger():
+    assert _choose(k=4096, n=6144, m=17) == HOPPER[4096, 6144][64]
+    assert _choose(k=4096, n=6144, m=8192) == HOPPER[4096, 6144][4096]
+
+
+def test_the_table_is_what_the_kernels_read():
+    text = resources.files("flashnorm.kernels").joinpath("tables", "hopper.json").read_text(encoding="utf-8")
+    for entry in json.loads(text)["entries"]:
+        assert to_dict(from_dict(entry["config"])) == {**to_dict(from_dict(entry["config"])), **entry["config"]}
+
+
+def test_an_unknown_parameter_is_refused():
+    with pytest.raises(TypeError):
+        from_dict({"family": "gemv", "block_q": 3})
