@@ -26,7 +26,9 @@ def candidates(m: int, k: int, n: int) -> list[Config]:
 
 
 def _gemv(k: int) -> Iterator[Gemv]:
-    for block_n, block_k, warps, prefetch in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8), (0, 512, 1024)):
+    for block_n, block_k, warps, prefetch in product(
+        (1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8, 16), (0, 512, 1024)
+    ):
         values = block_n * block_k // (32 * warps)  # per thread
         if 8 <= values <= 64 and block_k < 2 * k:
             yield Gemv(block_n, block_k, warps, prefetch)

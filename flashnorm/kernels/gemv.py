@@ -52,7 +52,7 @@ def _gemv_kernel(
         k = start + columns
         if K % BLOCK_K == 0:
             values = tl.load(x + m * x_stride + k).to(tl.float32)
-            weights = tl.load(weight_rows + k[None, :]).to(tl.float32)
+            weights = tl.load(weight_rows + k[None, :], eviction_policy="evict_first").to(tl.float32)
         else:
             values = tl.load(x + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
             weights = tl.load(weight_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
