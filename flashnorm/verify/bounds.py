@@ -29,6 +29,10 @@ error of log(A / B) is sqrt(sum (a_p / A - b_p / B)^2), to first order; a bound 
 The standard error is at most sqrt(2), so nothing hides behind a few outliers: a candidate whose drift is
 1.23 exp(5 sqrt(2) / 2) = 42 times the source's always fails.
 
+**Typical positions.** Where routing has turned over at a few positions, those hold most of A and B, and a fault of the
+size of ordinary rounding drowns. So C is compared with S position by position as well: the mean of log(c_p / s_p) is at
+most log(1 / k), and its standard error is the usual one of a mean.
+
 **Perplexity.** If the model is calibrated, the log-probability of the true token changes by a term of mean zero and
 variance 2 KL(exact, changed), to first order. So the mean over T tokens stays within SIGMAS sqrt(2 V / T), plus the
 second-order term V / 2, with V the divergence that rounding explains.
@@ -66,6 +70,18 @@ def ratio_of_sums(figures: torch.Tensor, reference: torch.Tensor) -> float:
     if below == 0:
         return 1.0 if above == 0 else math.inf
     return above / below
+
+
+def typical_ratio(figures: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """The geometric mean of `figures / reference`, and the factor by which sampling widens a bound on it.
+
+    Both: (positions,) fp64, non-negative; positions where either is zero say nothing and are left out.
+    """
+    both = (figures > 0) & (reference > 0)
+    logs = (figures[both] / reference[both]).log()
+    if len(logs) < 2:
+        return 0.0, 1.0
+    return float(logs.mean().exp()), math.exp(SIGMAS * float(logs.std()) / math.sqrt(len(logs)))
 
 
 def perplexity_bound(divergence: float, tokens: int) -> float:

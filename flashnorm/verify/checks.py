@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from flashnorm.verify.bounds import ADDED, ADDED_ROUTED, perplexity_bound, ratio_of_sums, sampling_slack, tie_bound
+from flashnorm.verify.bounds import (
+    ADDED,
+    ADDED_ROUTED,
+    perplexity_bound,
+    ratio_of_sums,
+    sampling_slack,
+    tie_bound,
+    typical_ratio,
+)
 from flashnorm.verify.greedy import GreedyPair
 from flashnorm.verify.perplexity import Perplexity
 from flashnorm.verify.report import Check
@@ -42,6 +50,19 @@ def exact_drift_check(candidate: torch.Tensor, reference: torch.Tensor) -> Check
         bound,
         f"in exact arithmetic the candidate's logits lie {value:.3g} times as far from the reference's as rounding "
         f"takes those, where rounding of weights explains {bound:.3g}: it does not hold the same weights, gains folded",
+    )
+
+
+def typical_drift_check(candidate: torch.Tensor, reference: torch.Tensor) -> Check:
+    """As `exact_drift_check`, for the typical position: a geometric mean, which a few outliers do not move."""
+    ratio, slack = typical_ratio(candidate, reference)
+    value, bound = math.sqrt(ratio), math.sqrt(ADDED * slack)
+    return Check(
+        "typical_exact_drift_ratio",
+        value,
+        bound,
+        f"in exact arithmetic, at a typical position, the candidate's logits lie {value:.3g} times as far from the "
+        f"reference's as rounding takes those, where rounding of weights explains {bound:.3g}",
     )
 
 

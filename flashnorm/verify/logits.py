@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashnorm.verify.checks import divergence_check, drift_check, exact_drift_check
+from flashnorm.verify.checks import divergence_check, drift_check, exact_drift_check, typical_drift_check
 from flashnorm.verify.divergence import kl_divergence, top1_agreement
 from flashnorm.verify.drift import relative_error, squared_drift
 from flashnorm.verify.evaluate import Answers
@@ -16,9 +16,9 @@ from flashnorm.verify.report import Check, LogitFigures
 
 @dataclass(frozen=True)
 class Noise:
-    """How far rounding carries either model from the oracle: the larger of the two.
+    """How far rounding carries a model from the oracle: the larger of the two models' figures.
 
-    The candidate's may count, because the checks of its logits have held it to the reference's already.
+    The candidate's counts only where its logits have passed, so where it has been held to the reference's already.
     """
 
     logit_error: float  # root-mean-square error of one logit, at the position where it is largest
@@ -42,10 +42,16 @@ def compare_logits(source: Answers, folded: Answers) -> tuple[LogitFigures, list
     oracle = source.exact
     own, other, exact = (squared_drift(logits, oracle) for logits in (source.logits, folded.logits, folded.exact))
     kl, other_kl = (kl_divergence(oracle, logits) for logits in (source.logits, folded.logits))
-    checks = [drift_check(other, own), exact_drift_check(exact, own), divergence_check(other_kl, kl)]
+    checks = [
+        drift_check(other, own),
+        exact_drift_check(exact, own),
+        typical_drift_check(exact, own),
+        divergence_check(other_kl, kl),
+    ]
+    trusted = 2 if all(check.passed for check in checks) else 1
     noise = Noise(
-        logit_error=math.sqrt(max(float(own.max()), float(other.max())) / oracle.shape[-1]),
-        divergence=max(float(kl.mean()), float(other_kl.mean())),
+        logit_error=math.sqrt(max(float(drift.max()) for drift in (own, other)[:trusted]) / oracle.shape[-1]),
+        divergence=max(float(divergence.mean()) for divergence in (kl, other_kl)[:trusted]),
     )
     figures = LogitFigures(
         positions=len(oracle),
@@ -54,6 +60,7 @@ def compare_logits(source: Answers, folded: Answers) -> tuple[LogitFigures, list
         exact_relative_error=relative_error(folded.exact, oracle),
         drift_ratio=checks[0].value,
         exact_drift_ratio=checks[1].value,
+        typical_exact_drift_ratio=checks[2].value,
         reference_kl_mean=float(kl.mean()),
         reference_kl_max=float(kl.max()),
         candidate_kl_mean=float(other_kl.mean()),

@@ -12,7 +12,8 @@ from flashnorm.verify.report import Check, VerifyReport
 
 def report_tables(report: VerifyReport) -> RenderableType:
     """Figures of both models, the continuations side by side, the checks with their bounds, and the notes."""
-    parts: list[RenderableType] = [_figures(report)]
+    dtypes = f"run in {report.dtype}, text in {report.text_dtype}, oracle in {report.oracle_dtype}"
+    parts: list[RenderableType] = [Text(f"{dtypes}; samples: {report.samples}"), _figures(report)]
     if report.greedy:
         parts.append(_continuations(report.greedy))
     parts.append(_checks(report.checks))
@@ -28,8 +29,7 @@ def verdict(report: VerifyReport) -> str:
 
 
 def _figures(report: VerifyReport) -> Table:
-    dtypes = f"run in {report.dtype}, text in {report.text_dtype}, oracle in {report.oracle_dtype}"
-    table = Table(title=f"{dtypes}; samples: {report.samples}", title_justify="left")
+    table = Table()
     table.add_column("figure")
     table.add_column("reference", justify="right")
     table.add_column("candidate", justify="right")

@@ -37,6 +37,7 @@ class LogitFigures:
     exact_relative_error: float  # the candidate's weights in the oracle's arithmetic: rounding of the weights alone
     drift_ratio: float  # candidate's drift over the reference's
     exact_drift_ratio: float  # the same for the candidate's weights in the oracle's arithmetic
+    typical_exact_drift_ratio: float  # the same as a geometric mean over positions
     reference_kl_mean: float
     reference_kl_max: float
     candidate_kl_mean: float
