@@ -5,7 +5,8 @@ PYTHON ?= python3
 JOBS ?= 2
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-# The suite runs one process per core, so each process must keep to one thread.
+# The suite runs one process per core, so each process must keep to one thread. Tests that share an expensive fixture
+# carry `xdist_group`, so that it is made once.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .PHONY: demo test lint test-oldest test-vllm clean
@@ -15,7 +16,7 @@ demo: .venv/demo.stamp
 	.venv/bin/python -m examples.demo demo
 
 test: lint
-	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS)
+	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .
@@ -24,7 +25,7 @@ lint: .venv/dev.stamp
 
 # The oldest Transformers that pyproject.toml allows.
 test-oldest: .venv-oldest/dev.stamp
-	$(TEST_ENV) .venv-oldest/bin/python -m pytest -n $(JOBS)
+	$(TEST_ENV) .venv-oldest/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
 # Stock vLLM on the CPU loads the demo's source and folded checkpoints.
 test-vllm: demo .venv-vllm/vllm.stamp

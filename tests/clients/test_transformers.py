@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 import flashnorm
 from tests.clients.greedy import PROMPTS, TOKENS, Step, compare, near_tie
 
+pytestmark = pytest.mark.xdist_group("transformers client")  # one process makes the fixtures
+
 SOME_PROMPTS = PROMPTS[:2]
 
 
