@@ -54,10 +54,10 @@ def stored_name(model: PreTrainedModel, parameter: str) -> str:
 
 @dataclass(frozen=True)
 class _Lesson:
-    """What one conversion does to the tensors of each of its patterns, learned in the layer of `target`."""
+    """What one conversion does to each tensor of each of its patterns, learned in the layer of `target`."""
 
     target: str
-    pieces: dict[str, list[Placement]]
+    pieces: dict[str, tuple[list[Placement], ...]]
 
 
 class _Loader:
@@ -104,70 +104,88 @@ class _Loader:
         return Placement(target, shape, {axis: (axis, None) for axis in range(len(shape))})
 
     def _converted(self, target: str, sources: dict[str, list[str]]) -> dict[str, list[Placement]]:
-        """Learn one conversion from its first two tensors of each kind, and carry it over to the rest of each list."""
+        """Where the tensors of one conversion go; layers that differ only in their numbers are converted alike."""
         converter = self.by_pattern[next(iter(sources))]
-        for names in sources.values():
-            if any(self.shapes[n] != self.shapes[names[0]] for n in names):
-                raise CheckpointError(f"{names[0]} and its siblings have different shapes; the checkpoint is damaged")
-        # Layers that differ only in their numbers are converted alike.
-        skeleton = re.sub(r"\d+", "#", target)
-        signature = (id(converter), skeleton, tuple((p, len(n) > 1, self.shapes[n[0]]) for p, n in sources.items()))
+        kinds = tuple((pattern, *(self.shapes[name] for name in names)) for pattern, names in sources.items())
+        signature = (id(converter), re.sub(r"\d+", "#", target), kinds)
         if signature not in self.learned:
-            self.learned[signature] = self._learn(converter, target, sources)
+            self.learned[signature] = _Lesson(target, self._learn(converter, target, sources))
         lesson = self.learned[signature]
         return {
-            name: [
-                replace(piece, parameter=_rename(piece.parameter, lesson.target, target))
-                for piece in lesson.pieces[pattern]
-            ]
+            name: [replace(piece, parameter=_rename(piece.parameter, lesson.target, target)) for piece in pieces]
             for pattern, names in sources.items()
-            for name in names
+            for name, pieces in zip(names, lesson.pieces[pattern], strict=True)
         }
 
-    def _learn(self, converter: Any, target: str, sources: dict[str, list[str]]) -> _Lesson:
-        pieces: dict[str, list[Placement]] = {}
+    def _learn(
+        self, converter: Any, target: str, sources: dict[str, list[str]]
+    ) -> dict[str, tuple[list[Placement], ...]]:
+        """Per pattern, the placements of each tensor of its list.
+
+        A list is a stack of experts as a rule, all treated alike; where the first and the last are not (two kinds of
+        experts in one list), each is looked at.
+        """
+        learned: dict[str, tuple[list[Placement], ...]] = {}
         for pattern, names in sources.items():
-            axes: dict[str, dict[int, tuple[int, torch.Tensor | None]]] = defaultdict(dict)
-            for axis, length in enumerate(self.shapes[names[0]]):
-                for parameter, landed in self._follow(converter, target, sources, pattern, axis).items():
-                    where = _axis_of(landed, length)
-                    if where is not None:
-                        axes[parameter][where[0]] = (axis, where[1])
-            pieces[pattern] = [
-                Placement(parameter, tuple(self.parameters[parameter]), found) for parameter, found in axes.items()
-            ]
-        return _Lesson(target, pieces)
+            first, last = (self._place(converter, target, sources, name) for name in (names[0], names[-1]))
+            if _alike(first, last) and len({self.shapes[name] for name in names}) == 1:
+                learned[pattern] = (first,) * len(names)
+            else:
+                learned[pattern] = tuple(self._place(converter, target, sources, name) for name in names)
+        return learned
+
+    def _place(self, converter: Any, target: str, sources: dict[str, list[str]], name: str) -> list[Placement]:
+        axes: dict[str, dict[int, tuple[int, torch.Tensor | None]]] = defaultdict(dict)
+        for axis, length in enumerate(self.shapes[name]):
+            for parameter, landed in self._follow(converter, target, sources, name, axis).items():
+                where = _axis_of(landed, length)
+                if where is not None:
+                    axes[parameter][where[0]] = (axis, where[1])
+        return [Placement(parameter, tuple(self.parameters[parameter]), found) for parameter, found in axes.items()]
 
     def _follow(
-        self, converter: Any, target: str, sources: dict[str, list[str]], pattern: str, axis: int
+        self, converter: Any, target: str, sources: dict[str, list[str]], name: str, axis: int
     ) -> dict[str, torch.Tensor]:
-        """Number the positions along one axis of the first tensor of `pattern`, convert, and return what came out."""
+        """Number the positions along one axis of one tensor, convert, and return what came out."""
         try:
-            return self._convert(converter, target, sources, pattern, axis, narrow=True)
+            return self._convert(converter, target, sources, name, axis, narrow=True)
         except Exception:  # a conversion that checks sizes rejects narrow stand-ins in its own way; full ones must do
-            return self._convert(converter, target, sources, pattern, axis, narrow=False)
+            return self._convert(converter, target, sources, name, axis, narrow=False)
 
     def _convert(
-        self, converter: Any, target: str, sources: dict[str, list[str]], pattern: str, axis: int, narrow: bool
+        self, converter: Any, target: str, sources: dict[str, list[str]], name: str, axis: int, narrow: bool
     ) -> dict[str, torch.Tensor]:
         run = copy.deepcopy(converter)
-        for other, names in sources.items():
-            for position, name in enumerate(names[:2] if narrow else names):
-                shape = list(self.shapes[name])
+        for pattern, names in sources.items():
+            for other in names:
+                shape = list(self.shapes[other])
                 if narrow:
-                    shape = [n if d == axis else min(n, 8) for d, n in enumerate(shape)]
+                    shape = [n if d == axis else min(n, _NARROW) for d, n in enumerate(shape)]
                 stand_in = torch.zeros(shape)
-                if other == pattern and position == 0:
+                if other == name:
                     numbers = torch.arange(1, shape[axis] + 1, dtype=torch.float32)
                     stand_in += numbers.view([-1 if d == axis else 1 for d in range(len(shape))])
-                run.add_tensor(target, name, other, stand_in)
+                run.add_tensor(target, other, pattern, stand_in)
         with _quiet():
             converted = run.convert(target, model=self.model, config=getattr(self.model, "config", None))
-        return {
-            name: tensor[0] if isinstance(tensor, list) else tensor
-            for name, tensor in converted.items()
-            if (tensor[0] if isinstance(tensor, list) else tensor).any()
-        }
+        whole = {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+        return {key: tensor for key, tensor in whole.items() if tensor.any()}
+
+
+# Wide enough for conversions that cut an axis into a few pieces; the axis that is followed keeps its length.
+_NARROW = 8
+
+
+def _alike(a: list[Placement], b: list[Placement]) -> bool:
+    """Both lie in the same parameters in the same way."""
+
+    def plain(pieces: list[Placement]) -> list[Any]:
+        return [
+            (p.parameter, {axis: (s, None if i is None else i.tolist()) for axis, (s, i) in p.axes.items()})
+            for p in pieces
+        ]
+
+    return plain(a) == plain(b)
 
 
 def _rename(parameter: str, learned_for: str, target: str) -> str:
