@@ -179,4 +179,6 @@ REASONS: dict[tuple[str, str], str] = {
 }
 
 # Stock `save_pretrained` then `from_pretrained` does not give these back; no on-disk transform can be tested on them.
-BROKEN_ROUND_TRIP: dict[str, str] = {}
+BROKEN_ROUND_TRIP: dict[str, str] = {
+    "shieldgemma2": "saving puts a prefix `model.` before every name, which the loader of this class does not take off",
+}

@@ -29,7 +29,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
     Gains: their initial value plus 0.3 N(0, 1), which is around 1 for plain norms and around 0 for one-plus norms.
     Other vectors (biases, sinks, decay rates): initial value plus 0.1 N(0, 1). Matrices: N(0, 0.08), except those
-    that were initialised to something larger on purpose.
+    that were initialised to something larger on purpose. An embedding's padding row is zero, as loaders may make it.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -37,21 +37,25 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             module = model.get_submodule(name.rpartition(".")[0])
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.copy_(_drawn(module, name, parameter, noise))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0
 
 
 def _drawn(module: torch.nn.Module, name: str, parameter: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    known = torch.isfinite(parameter).all()
-    is_bias = name.endswith("bias")
-    if (
-        "norm" in (type(module).__name__ + name).lower()
-        and not is_bias
-        and (parameter.ndim < 2 or _constant(parameter))
-    ):
-        return parameter + GAIN_STD * noise if known else 1 + GAIN_STD * noise
-    if parameter.ndim < 2 or is_bias:
-        return parameter + BIAS_STD * noise if known else BIAS_STD * noise
-    keep = known and parameter.abs().mean() > SMALL_INIT
+    written = bool(torch.isfinite(parameter).all())
+    if _is_gain(module, name, parameter):
+        return (parameter if written else 1) + GAIN_STD * noise
+    if parameter.ndim < 2 or name.endswith("bias"):
+        return (parameter if written else 0) + BIAS_STD * noise
+    keep = written and parameter.abs().mean() > SMALL_INIT
     return parameter if keep else WEIGHT_STD * noise
+
+
+def _is_gain(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
+    """A norm's weight: a vector, or several vectors that all start at the same value."""
+    in_norm = "norm" in (type(module).__name__ + name).lower() and not name.endswith("bias")
+    return in_norm and (parameter.ndim < 2 or _constant(parameter))
 
 
 def _constant(parameter: torch.Tensor) -> bool:
