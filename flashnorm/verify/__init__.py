@@ -12,10 +12,11 @@ from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, reference: Any, candidate: Any, **options: Any) -> Any:
+        """Compare `candidate` with `reference`: see `flashnorm.verify.battery.verify`."""
         from flashnorm.verify.battery import verify
 
-        return verify(*args, **options)
+        return verify(reference, candidate, **options)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

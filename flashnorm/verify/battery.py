@@ -67,7 +67,7 @@ def _silent(step: str) -> None:
 
 
 def _judge(ours: Subject, theirs: Subject, samples: Samples, source: Answers, folded: Answers) -> VerifyReport:
-    checks = [finite_check(torch.cat([folded.logits, folded.exact], dim=-1))]
+    checks = [finite_check(folded.logits, folded.exact)]
     figures, perplexity = None, None
     pairs: tuple[GreedyPair, ...] = ()
     if checks[0].passed:

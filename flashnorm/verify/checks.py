@@ -21,9 +21,9 @@ from flashnorm.verify.perplexity import Perplexity
 from flashnorm.verify.report import Check
 
 
-def finite_check(logits: torch.Tensor) -> Check:
-    """No logit of the candidate, (positions, vocabulary), is NaN or infinite."""
-    bad = int((~logits.isfinite()).any(-1).sum())
+def finite_check(logits: torch.Tensor, exact: torch.Tensor) -> Check:
+    """No logit of the candidate, both (positions, vocabulary), is NaN or infinite."""
+    bad = int((~(logits.isfinite() & exact.isfinite())).any(-1).sum())
     return Check("non_finite_positions", bad, 0, f"the candidate's logits are not finite at {bad} positions")
 
 

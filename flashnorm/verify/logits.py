@@ -37,6 +37,10 @@ def without_tokens(answers: Answers, masked: torch.Tensor) -> Answers:
     return replace(answers, logits=answers.logits[:, ~masked], exact=answers.exact[:, ~masked])
 
 
+def _noise(drift: torch.Tensor, divergence: torch.Tensor, vocabulary: int) -> Noise:
+    return Noise(math.sqrt(float(drift.max()) / vocabulary), float(divergence.mean()))
+
+
 def compare_logits(source: Answers, folded: Answers) -> tuple[LogitFigures, list[Check], Noise]:
     """Compare finite logits, all of (positions, vocabulary); the source's in exact arithmetic are the oracle."""
     oracle = source.exact
@@ -48,11 +52,10 @@ def compare_logits(source: Answers, folded: Answers) -> tuple[LogitFigures, list
         typical_drift_check(exact, own),
         divergence_check(other_kl, kl),
     ]
-    trusted = 2 if all(check.passed for check in checks) else 1
-    noise = Noise(
-        logit_error=math.sqrt(max(float(drift.max()) for drift in (own, other)[:trusted]) / oracle.shape[-1]),
-        divergence=max(float(divergence.mean()) for divergence in (kl, other_kl)[:trusted]),
-    )
+    noise = _noise(own, kl, oracle.shape[-1])
+    if all(check.passed for check in checks):
+        others = _noise(other, other_kl, oracle.shape[-1])
+        noise = Noise(max(noise.logit_error, others.logit_error), max(noise.divergence, others.divergence))
     figures = LogitFigures(
         positions=len(oracle),
         reference_relative_error=relative_error(source.logits, oracle),

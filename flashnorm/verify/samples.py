@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -69,11 +70,12 @@ def make_samples(subject: Subject, text: str | None, positions: int, tokens: int
         return _cut(stream, excerpt, prompt, positions, None, 1, "built-in passages")
     start = len(text) // 4
     stream = _encode(subject, text[start : start + _CHARACTERS * max(tokens, positions)])
-    if len(stream) < 2:
+    if len(stream) < excerpt:
         raise Refusal(f"the text has only {len(text)} characters; give one of at least a few sentences")
     prefix = _prefix(subject)
-    window = min(WINDOW, limit - len(prefix), len(stream))
-    count = max(1, min(tokens, len(stream)) // window)
+    tokens = min(tokens, len(stream))
+    window = min(WINDOW, limit - len(prefix), tokens)
+    count = tokens // window
     windows = stream[: count * window].view(count, window)
     windows = torch.cat([prefix.expand(count, -1), windows], dim=1)
     return _cut(stream, excerpt, prompt, positions, windows, max(1, len(prefix)), "the text")
@@ -106,9 +108,8 @@ def _encode(subject: Subject, text: str) -> torch.Tensor:
 
 def _prefix(subject: Subject) -> torch.Tensor:
     """The ids that the tokenizer puts before a text of its own accord, such as a beginning-of-sequence token."""
-    bare = subject.tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = subject.tokenizer("a")["input_ids"]
-    return torch.tensor(full[: full.index(bare[0])] if bare else [], dtype=torch.int64)
+    special = set(subject.tokenizer.all_special_ids)
+    return torch.tensor(list(takewhile(special.__contains__, subject.tokenizer("a")["input_ids"])), dtype=torch.int64)
 
 
 def _random_ids(subject: Subject, count: int) -> torch.Tensor:

@@ -46,14 +46,16 @@ def test_a_short_text_gives_what_it_has(subject: Subject) -> None:
     samples = make_samples(subject, TEXT[:100], 256, 4096)
     assert samples.windows.shape == (1, 75)
     assert samples.excerpts.shape == (1, EXCERPT)
-    with pytest.raises(Refusal, match="has only 1 characters"):
-        make_samples(subject, "a", 256, 4096)
+    assert make_samples(subject, TEXT, 256, 100).windows.shape == (1, 100)
+    with pytest.raises(Refusal, match="has only 80 characters"):
+        make_samples(subject, TEXT[:80], 256, 4096)
 
 
 def test_what_the_tokenizer_puts_first_comes_before_each_window(tmp_path: Path) -> None:
     folder = save(tiny_model("llama"), tmp_path / "llama")
     subject = open_subject(folder)
     template = processors.TemplateProcessing(single="! $A", special_tokens=[("!", 0)])
+    subject.tokenizer.bos_token = "!"
     subject.tokenizer.backend_tokenizer.post_processor = template
     samples = make_samples(subject, TEXT, 256, 600)
     assert samples.windows.shape == (2, 256)
