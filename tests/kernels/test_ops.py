@@ -51,6 +51,7 @@ def test_no_rows_give_no_rows():
     assert rms_linear(operands.x[:0], operands.weight, cases.EPS).shape == (0, 24)
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph():
     operands = cases.case(4, 64, 24, torch.float32)
     function = torch.compile(lambda x, w: rms_linear(x * 2, w, cases.EPS) + 1, fullgraph=True, backend="aot_eager")
