@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from flashnorm.errors import TracingError
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy
@@ -89,7 +90,10 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
 
 def _first_that_runs(hollow: nn.Module, tokens: int) -> list[Run]:
     """The first of the main runs that goes through; the last one, for its error, if none does."""
-    candidates = main_runs(hollow, tokens)
+    try:
+        candidates = main_runs(hollow, tokens)
+    except Exception as error:  # model code is third-party code and may raise anything
+        raise TracingError(f"no inputs could be made for {type(hollow).__name__}: {error}; pass inputs=...") from error
     return [next((run for run in candidates[:-1] if can_run(hollow, run)), candidates[-1])]
 
 
