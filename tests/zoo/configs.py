@@ -40,7 +40,7 @@ def shrink(
     `base` is the instance that a composite config makes of `cls` by default. `overrides` win over the quirks of
     the type, which win over the rules; a dict given for a sub-config overrides that sub-config's fields.
     """
-    overrides = quirks.CONFIG.get(cls.model_type, {}) | (overrides or {})
+    overrides = copy.deepcopy(quirks.CONFIG.get(cls.model_type, {}) | (overrides or {}))
     default = _default(cls)
     base = default if base is None else base
     fields = _fields(cls)
