@@ -140,8 +140,9 @@ def _vocabulary_size(model: nn.Module) -> int:
 
 def _embedding(model: nn.Module) -> torch.Tensor:
     """The table of token embeddings, (vocabulary, width); the smallest one where the model does not say which it is."""
+    get: Any = getattr(model, "get_input_embeddings", None)
     try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)
+        weight = getattr(get(), "weight", None) if get is not None else None
     except (AttributeError, NotImplementedError):  # not every model says which of its tables it is
         weight = None
     if isinstance(weight, torch.Tensor):
