@@ -146,7 +146,13 @@ class _Loader:
     def _follow(
         self, converter: Any, target: str, sources: dict[str, list[str]], name: str, axis: int
     ) -> dict[str, torch.Tensor]:
-        """Number the positions along one axis of one tensor, convert, and return what came out."""
+        """Number the positions along one axis of one tensor, convert, and return what came out.
+
+        A tensor that is converted alone keeps its size, since such conversions may look at it (is it transposed
+        already?). The many tensors of a stack are narrowed, or they would not fit in memory.
+        """
+        if sum(len(names) for names in sources.values()) == 1:
+            return self._convert(converter, target, sources, name, axis, narrow=False)
         try:
             return self._convert(converter, target, sources, name, axis, narrow=True)
         except Exception:  # a conversion that checks sizes rejects narrow stand-ins in its own way; full ones must do
@@ -161,11 +167,7 @@ class _Loader:
                 shape = list(self.shapes[other])
                 if narrow:
                     shape = [n if d == axis else min(n, _NARROW) for d, n in enumerate(shape)]
-                stand_in = torch.zeros(shape)
-                if other == name:
-                    numbers = torch.arange(1, shape[axis] + 1, dtype=torch.float32)
-                    stand_in += numbers.view([-1 if d == axis else 1 for d in range(len(shape))])
-                run.add_tensor(target, other, pattern, stand_in)
+                run.add_tensor(target, other, pattern, _stand_in(shape, axis if other == name else None))
         with _quiet():
             converted = run.convert(target, model=self.model, config=getattr(self.model, "config", None))
         whole = {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
@@ -174,6 +176,14 @@ class _Loader:
 
 # Wide enough for conversions that cut an axis into a few pieces; the axis that is followed keeps its length.
 _NARROW = 8
+
+
+def _stand_in(shape: list[int], axis: int | None) -> torch.Tensor:
+    """A tensor of this shape that holds no memory: numbered from 1 along `axis`, or zero."""
+    if axis is None:
+        return torch.zeros((), dtype=torch.int32).expand(shape)
+    numbers = torch.arange(1, shape[axis] + 1, dtype=torch.int32)
+    return numbers.view([-1 if d == axis else 1 for d in range(len(shape))]).expand(shape)
 
 
 def _alike(a: list[Placement], b: list[Placement]) -> bool:
