@@ -2,8 +2,9 @@
 
 A table holds, for each weight shape, the fastest configuration at a few numbers of rows; every one of them was first
 compared with fp64. A shape between two listed numbers of rows takes the next larger one's. A shape that is not listed
-takes what never lost to the plain sequence when it was measured: matrix-vector for one row, split K up to 64 rows, and
-beyond that the fast norm before the library's matmul.
+follows rules carried over from the listed ones and not timed itself: matrix-vector for one row, split K up to 64 rows,
+and beyond that the fast norm before the library's matmul. Two entries of the Hopper table, (4096, 6144) with 256 and
+4096 rows, were set by hand to the fast norm: the tuner's choice there was within its spread, and lost in later runs.
 """
 
 from __future__ import annotations
