@@ -59,13 +59,9 @@ class Row:
 
     @property
     def won(self) -> bool:
-        """Whether the gain over the best baseline clears its own spread, from turn to turn.
-
-        Contenders take turns, so the difference within a turn is free of the clock's drift between turns.
-        """
-        pairs = zip(self.timings[self.best_baseline].samples, self.timings[OURS].samples, strict=True)
-        gain = Timing(tuple(theirs - ours for theirs, ours in pairs))
-        return gain.median > gain.spread
+        """Whether the gain over the best baseline clears the spreads of both."""
+        theirs, ours = self.timings[self.best_baseline], self.timings[OURS]
+        return theirs.median - ours.median > theirs.spread + ours.spread
 
 
 @dataclass(frozen=True)
