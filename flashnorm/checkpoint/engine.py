@@ -42,7 +42,7 @@ def transform(
     """
     check_changes(source, changes)
     check_output(source.folder, dst)
-    sizes = {name: os.stat(source.folder / name).st_size for name in source.files if name not in omit}
+    sizes = {name: size for name, size in source.by_size() if name not in omit}
     total = sum(sizes.values())
     room = total + max(0, output_bytes(source, changes)) + extra_bytes
     with new_folder(dst, room) as folder, metered(what, total + _read_again(changes), quiet=quiet) as meter:
@@ -55,11 +55,10 @@ def _all_files(
     stop = threading.Event()
     count = max(1, min(workers or os.cpu_count() or 1, _MAX_WORKERS, len(sizes)))
     with _one_thread_each(), ThreadPoolExecutor(count, thread_name_prefix="shard") as pool:
-        # The largest first, so that none of them is left to run alone at the end.
-        order = sorted(sizes, key=lambda name: (-sizes[name], name))
         try:
             futures = {
-                pool.submit(_one_file, source, name, sizes[name], changes, folder, meter, stop): name for name in order
+                pool.submit(_one_file, source, name, size, changes, folder, meter, stop): name
+                for name, size in sizes.items()
             }
             return {futures[future]: future.result() for future in as_completed(futures)}
         except BaseException:  # an interruption too: the threads must end before their folder is removed

@@ -24,6 +24,8 @@ _SUFFIX = ".flashnorm-partial"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Kept free beyond the files' own bytes, for the file system's tables.
 _MARGIN = 16 * 1024 * 1024
+# How far the dropping of written pages stays behind the writing, for the disk to have taken them.
+_BEHIND = 32 * 1024 * 1024
 
 
 def check_output(source: Path, dst: Path) -> None:
@@ -103,14 +105,30 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def start_writing_back(descriptor: int, position: int, count: int) -> None:
-    """Have the kernel bring bytes just written to the disk now, not all at once when the file is finished.
+class WriteBack:
+    """Has the kernel bring a file to the disk while it is written, not all at once at its end, and drop it from memory.
 
-    Measured on 8 GB: the disk is busy from the start, and the whole transform a sixth faster.
+    Without this a file larger than memory pushes out everything else, and every page written is a new one; a page that
+    was dropped is taken again, still in the processor's cache. Measured on 4 GB: 9 s in the kernel become 2.4.
     """
-    if hasattr(os, "posix_fadvise"):
-        # Named for what it does to clean pages; dirty ones, as these are, it starts to write, and they stay cached.
-        os.posix_fadvise(descriptor, position, count, os.POSIX_FADV_DONTNEED)
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written = self._dropped = 0
+
+    def wrote(self, count: int) -> None:
+        """`count` more bytes have been written at the end of the file."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        # The call drops clean pages and starts to write dirty ones, so it comes twice: at once, and some way behind.
+        self._advise(self._written, count)
+        self._written += count
+        if self._written - self._dropped > 2 * _BEHIND:
+            self._advise(self._dropped, self._written - _BEHIND - self._dropped)
+            self._dropped = self._written - _BEHIND
+
+    def _advise(self, start: int, count: int) -> None:
+        os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_DONTNEED)
 
 
 def remove_leftovers(dst: Path) -> None:

@@ -19,7 +19,7 @@ from flashnorm.checkpoint.header import TensorInfo
 from flashnorm.checkpoint.plan import Scale
 from flashnorm.checkpoint.progress import Meter
 from flashnorm.checkpoint.source import read_exactly
-from flashnorm.checkpoint.staging import start_writing_back, write_all
+from flashnorm.checkpoint.staging import WriteBack, write_all
 from flashnorm.errors import CheckpointError, FlashnormError
 
 CHUNK_BYTES = 4 * 1024 * 1024  # one read, and at most one write; always room for one block of eight-byte elements
@@ -124,7 +124,7 @@ class _Stream:
     ) -> None:
         self._source = source
         self._input = _open(source, resources)
-        self._output, self._written = output, 0
+        self._output, self._write_back = output, WriteBack(output)
         self._meter, self._stop = meter, stop
         self.source_sum = _Sum(resources)
         self.output_sum = self.source_sum if unchanged else _Sum(resources)
@@ -183,8 +183,7 @@ class _Stream:
         if self.output_sum is not self.source_sum:
             slot.pending.append(self.output_sum.update(data))
         write_all(self._output, data)
-        start_writing_back(self._output, self._written, len(data))
-        self._written += len(data)
+        self._write_back.wrote(len(data))
 
 
 def stream(source: Path, output: int, segments: Sequence[Segment], meter: Meter, stop: threading.Event) -> Sums:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from flashnorm import algebra
 from flashnorm.errors import Refusal
+from flashnorm.passes.report import FoldReport
 from flashnorm.sites.audit import audit
 from flashnorm.sites.types import Consumer, Site
-
-
-@dataclass(frozen=True)
-class FoldReport:
-    """What a fold did: the norms whose gains now live in the next weights, and for every other norm the reason."""
-
-    folded: list[str]
-    skipped: dict[str, str]
-    grown_bytes: int = 0  # by how much an untied head makes the checkpoint larger
-    already_folded: bool = False  # nothing was done: the input was the output of an earlier fold
 
 
 def fold(model: nn.Module) -> FoldReport:

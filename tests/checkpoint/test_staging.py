@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from flashnorm.checkpoint import staging
-from flashnorm.checkpoint.staging import check_output, new_file, new_folder, remove_leftovers, write_file
+from flashnorm.checkpoint.staging import WriteBack, check_output, new_file, new_folder, remove_leftovers, write_file
 from flashnorm.errors import OutputError
 
 
@@ -202,3 +202,16 @@ def test_where_the_file_system_has_no_locks_leftovers_stay(tmp_path, monkeypatch
     with new_folder(tmp_path / "out", 0) as folder:
         fill(folder)
     assert leftover.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be asked to write back")
+def test_written_pages_are_first_sent_to_the_disk_and_later_dropped(monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, count, advice: asked.append((start, count)))
+    monkeypatch.setattr(staging, "_BEHIND", 10)
+    behind = WriteBack(3)
+    for _ in range(7):
+        behind.wrote(5)
+    assert [call for call in asked if call[1] == 5] == [(5 * turn, 5) for turn in range(7)]
+    # A drop never reaches closer to the end of what is written than the margin, and leaves no gap.
+    assert [call for call in asked if call[1] != 5] == [(0, 15)]
