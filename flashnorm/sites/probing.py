@@ -31,10 +31,14 @@ class NormProbe:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Could this module be a norm at all? It owns at most a small gain and a bias, and no submodule with weights."""
+    """Could this module be a norm at all? It owns at most a small gain and a bias, and no submodule with weights.
+
+    A hollow parameter is far larger than any gain, and has no values to experiment with.
+    """
     own = dict(module.named_parameters(recurse=False))
     below = sum(1 for _ in module.parameters())
-    return below == len(own) <= 2 and all(0 < p.ndim <= 2 and p.is_floating_point() for p in own.values())
+    small = all(0 < p.ndim <= 2 and p.is_floating_point() and not p.is_meta for p in own.values())
+    return below == len(own) <= 2 and small
 
 
 def probe(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> NormProbe | None:

@@ -162,6 +162,12 @@ def test_modules_with_matrices_are_no_candidates():
     assert is_candidate(nn.LayerNorm(WIDTH))
 
 
+def test_a_parameter_without_values_is_no_gain():
+    with torch.device("meta"):
+        assert not is_candidate(nn.Embedding(1000, WIDTH))
+    assert is_candidate(nn.LayerNorm(WIDTH))
+
+
 def test_the_module_itself_is_not_changed():
     module = Norm(bias=True)
     before = {name: value.clone() for name, value in module.state_dict().items()}
