@@ -89,12 +89,14 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
 
 
 def _first_that_runs(hollow: nn.Module, tokens: int) -> list[Run]:
-    """The first of the main runs that goes through; the last one, for its error, if none does."""
+    """The first of the main runs that goes through; the very first, for its error, if none does."""
     try:
         candidates = main_runs(hollow, tokens)
     except Exception as error:  # model code is third-party code and may raise anything
         raise TracingError(f"no inputs could be made for {type(hollow).__name__}: {error}; pass inputs=...") from error
-    return [next((run for run in candidates[:-1] if can_run(hollow, run)), candidates[-1])]
+    if len(candidates) == 1:
+        return candidates
+    return [next((run for run in candidates if can_run(hollow, run)), candidates[0])]
 
 
 def _unseen(record: Trace) -> bool:

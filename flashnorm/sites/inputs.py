@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from flashnorm.sites.modalities import beside_text, channels, image, sound
+
 _BATCH, _TOKENS = 2, 6
 
 
@@ -23,11 +25,11 @@ class Run:
 
 
 def main_runs(model: nn.Module, tokens: int = _TOKENS) -> list[Run]:
-    """Calls of the whole model on text, the one that reaches most of it first; the first that goes through will do.
+    """Calls of the whole model, the one on text that reaches most of it first; the first that goes through will do.
 
     Token ids are (2, tokens) int64, with one row for each codebook of an audio decoder; an encoder-decoder gets decoder
     ids of the same shape, a decoder with cross attention encoder states (2, tokens, width), and a model that insists
-    on an image gets one.
+    on an image gets one. Calls with images, sound or page layout beside the text come last.
     """
     parameters = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
@@ -38,14 +40,15 @@ def main_runs(model: nn.Module, tokens: int = _TOKENS) -> list[Run]:
     if "shared_kv_states" in parameters:
         inputs = _speculative_inputs(config, tokens)
     if "pixel_values" in parameters and parameters["pixel_values"].default is inspect.Parameter.empty:
-        inputs["pixel_values"] = _pixels(config.vision_config if hasattr(config, "vision_config") else config)
+        inputs["pixel_values"] = image(config)
     if "use_cache" in parameters or "kwargs" in parameters:
         inputs["use_cache"] = False
+    others = [Run(more) for more in beside_text(parameters, config, inputs)] if "input_ids" in inputs else []
     states = {name for name in ("encoder_hidden_states", "cross_attention_states") if name in parameters}
     if not states or "decoder_input_ids" in inputs or not _reads_encoder(model):
-        return [Run(inputs)]
+        return [Run(inputs), *others]
     width = _width(model)
-    return [Run(inputs | {name: _states(tokens, width) for name in states}), Run(inputs)]
+    return [Run(inputs | {name: _states(tokens, width) for name in states}), Run(inputs), *others]
 
 
 def _speculative_inputs(config: Any, tokens: int) -> dict[str, Any]:
@@ -84,26 +87,14 @@ def _tower_inputs(tower: PreTrainedModel) -> dict[str, Any] | None:
     if "grid_thw" in parameters and hasattr(config, "patch_size"):
         # Patches of one image in rows, as the Qwen-VL processors lay them out.
         side = 2 * getattr(config, "spatial_merge_size", 1)
-        values = _channels(config) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+        values = channels(config) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
         patches = torch.randn(side * side, values, generator=torch.Generator().manual_seed(4))
         return {next(iter(parameters)): patches, "grid_thw": torch.tensor([[1, side, side]])}
-    if "pixel_values" in parameters and isinstance(getattr(config, "image_size", None), (int, list, tuple)):
-        return {"pixel_values": _pixels(config)}
-    if "input_features" in parameters and hasattr(config, "num_mel_bins"):
-        frames = 2 * getattr(config, "max_source_positions", 50)
-        bins = torch.randn(_BATCH, config.num_mel_bins, frames, generator=torch.Generator().manual_seed(4))
+    if "pixel_values" in parameters and (pixels := image(config)) is not None:
+        return {"pixel_values": pixels}
+    if "input_features" in parameters and (bins := sound(config, _TOKENS)) is not None:
         return {"input_features": bins}
     return None
-
-
-def _pixels(config: Any) -> torch.Tensor:
-    """One image for each row, (2, channels, height, width)."""
-    size = (config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size)
-    return torch.randn(_BATCH, _channels(config), *size, generator=torch.Generator().manual_seed(4))
-
-
-def _channels(config: Any) -> int:
-    return getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
 
 
 def _reads_encoder(model: nn.Module) -> bool:

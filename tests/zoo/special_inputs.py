@@ -88,20 +88,26 @@ def _qformer_on_video(model: PreTrainedModel) -> Inputs:
 
 
 def _interleaved(model: PreTrainedModel) -> Inputs:
-    config = model.config.vision_config
     return {
-        "image_encoder_embeddings": states(1, ENCODER_LENGTH, config.embed_dim, seed=8),
+        "pixel_values": _pixels(model).unsqueeze(1),
         "image_attention_mask": torch.ones(BATCH, LENGTH, 1, dtype=torch.long),
     }
 
 
-def _image_embeddings(model: PreTrainedModel) -> Inputs:
-    count = model.config.latent_query_num
+def _image_places(model: PreTrainedModel) -> torch.Tensor:
     mask = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    mask[:, 1 : 1 + count] = 1
+    mask[:, 1 : 1 + model.config.latent_query_num] = 1
+    return mask
+
+
+def _image_in_place(model: PreTrainedModel) -> Inputs:
+    return {"pixel_values": _pixels(model), "image_embeds_position_mask": _image_places(model)}
+
+
+def _image_embeddings(model: PreTrainedModel) -> Inputs:
     return {
-        "image_embeds": states(count, model.config.text_config.embed_dim, seed=8),
-        "image_embeds_position_mask": mask,
+        "image_embeds": states(model.config.latent_query_num, model.config.text_config.embed_dim, seed=8),
+        "image_embeds_position_mask": _image_places(model),
     }
 
 
@@ -157,7 +163,7 @@ EXTRA: dict[str, Callable[[PreTrainedModel], Inputs]] = {
     "idefics": _interleaved,
     "instructblip": _qformer_with_prompt,
     "instructblipvideo": _qformer_on_video,
-    "kosmos-2": _image_embeddings,
+    "kosmos-2": _image_in_place,
     "kosmos-2.5": _image_embeddings,
     "led": _global_attention,
     "longformer": _global_attention,
@@ -171,5 +177,15 @@ EXTRA: dict[str, Callable[[PreTrainedModel], Inputs]] = {
 
 # Types whose usual inputs contain pixels, because they cannot be run without.
 PIXELS_ANYWAY = frozenset(
-    {"blip", "blip-2", "instructblip", "instructblipvideo", "pix2struct", "pp_formulanet", "vision-encoder-decoder"}
+    {
+        "blip",
+        "blip-2",
+        "idefics",
+        "instructblip",
+        "instructblipvideo",
+        "kosmos-2",
+        "pix2struct",
+        "pp_formulanet",
+        "vision-encoder-decoder",
+    }
 )
