@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from flashnorm.checkpoint.header import read_header
-from flashnorm.checkpoint.tree import list_files, read_json
+from flashnorm.checkpoint.tree import list_files, read_json, reading
 from flashnorm.errors import CheckpointError
 from flashnorm.version import __version__
 
@@ -90,7 +90,8 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
     config = read_json(folder / CONFIG)
     _refuse_special(folder, config)
     header = read_header(folder / WEIGHTS)
-    tensors = load_file(folder / WEIGHTS)
+    with reading(folder / WEIGHTS):
+        tensors = load_file(folder / WEIGHTS)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise CheckpointError(f"{folder / WEIGHTS} holds {name!r} as {tensor.dtype}; save the adapter unquantised")

@@ -6,6 +6,7 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
+from flashnorm.checkpoint.tree import reading
 from flashnorm.errors import CheckpointError
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -21,10 +22,8 @@ def refuse_foreign(folder: Path) -> None:
         if folder.suffix == ".gguf":
             raise CheckpointError(f"{folder} is a GGUF file; import it first with `flashnorm import-gguf`")
         raise CheckpointError(f"{folder} is a file; give the checkpoint folder that it lies in")
-    try:
+    with reading(folder):
         names = os.listdir(folder)
-    except PermissionError:
-        raise CheckpointError(f"{folder} cannot be read: permission denied; ask for read access to it") from None
     if any(name in _ADAPTER_FILES for name in names):
         raise CheckpointError(
             f"{folder} holds a LoRA adapter, not a model; fold its base, then translate it with `flashnorm lora`"

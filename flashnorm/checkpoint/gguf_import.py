@@ -8,6 +8,7 @@ would give another model; here each is translated or refused.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from flashnorm.checkpoint.gguf_file import metadata, open_gguf
 from flashnorm.checkpoint.gguf_rope import FREQUENCY_FACTORS
 from flashnorm.checkpoint.gguf_settings import complete_config, ignored_settings
 from flashnorm.checkpoint.gguf_tokenizer import read_tokenizer, set_special_tokens
-from flashnorm.checkpoint.staging import LAST, check_output, new_file, new_folder
+from flashnorm.checkpoint.staging import LAST, check_output, new_folder, write_file
 from flashnorm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ AUTO_CLASSES = (
     (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
     (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
 )
+# How Rust's std::io::Error ends its text.
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,31 @@ def _alone(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
-    with new_folder(out, sum(value.nbytes for value in _distinct(model))) as folder:
-        model.save_pretrained(folder)
-        config = (folder / LAST).read_bytes()
-        (folder / LAST).unlink()
+    size = sum(value.nbytes for value in _distinct(model))
+    with new_folder(out, size) as folder, _os_errors():
+        # Transformers writes the config first; in a folder of its own that makes no loadable folder of half a model.
+        inner = folder / "saved"
+        model.save_pretrained(inner)
+        config = (inner / LAST).read_bytes()
+        (inner / LAST).unlink()
+        for file in inner.iterdir():
+            file.rename(folder / file.name)
+        inner.rmdir()
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        with new_file(folder, LAST) as descriptor:
-            os.write(descriptor, config)
+        write_file(folder, LAST, config)
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """What safetensors and tokenizers, written in Rust, raise for a failed write, as the `OSError` that it is."""
+    try:
+        yield
+    except Exception as error:
+        number = _RUST_OS_ERROR.search(str(error))
+        if number is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def _read_config(file: Path, reader: GGUFReader, location: dict[str, Any]) -> PreTrainedConfig:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from flashnorm.checkpoint.manifest import MANIFEST, read_manifest
 from flashnorm.checkpoint.progress import Meter, metered
-from flashnorm.checkpoint.tree import list_files
-
-_READ_BYTES = 4 * 1024 * 1024
+from flashnorm.checkpoint.tree import file_size, list_files, read_pieces
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def verify_hashes(folder: str | os.PathLike[str], *, quiet: bool = False) -> Has
     recorded = read_manifest(folder).output
     present = [name for name in list_files(folder) if name != MANIFEST]
     known = [name for name in present if name in recorded]
-    total = sum((folder / name).stat().st_size for name in known)
+    total = sum(file_size(folder / name) for name in known)
     with metered("verify", total, quiet=quiet) as meter, ThreadPoolExecutor(os.cpu_count()) as pool:
         sums = dict(zip(known, pool.map(lambda name: _sha256(folder / name, meter), known), strict=True))
     return HashReport(
@@ -51,9 +49,8 @@ def verify_hashes(folder: str | os.PathLike[str], *, quiet: bool = False) -> Has
 
 
 def _sha256(path: Path, meter: Meter) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            meter.add(count)
+    digest = hashlib.sha256()
+    for piece in read_pieces(path):
+        digest.update(piece)
+        meter.add(len(piece))
     return digest.hexdigest()

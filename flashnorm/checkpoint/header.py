@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashnorm.checkpoint.tree import reading
 from flashnorm.errors import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000  # the format's own limit, which keeps a corrupt length from being believed
@@ -100,7 +101,7 @@ class Entry(NamedTuple):
 
 def read_header(path: Path) -> Shard:
     """Read and check one file's header. Raises `CheckpointError` where the file is not whole, valid safetensors."""
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")

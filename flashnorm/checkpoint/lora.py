@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +21,9 @@ from flashnorm import algebra
 from flashnorm.checkpoint.adapted import Target, copy_target, factors_target, find_weight
 from flashnorm.checkpoint.adapter import CONFIG, NOTE, WEIGHTS, Adapter, Note, Side, note_bytes, open_adapter
 from flashnorm.checkpoint.folded_base import FoldedBase, Gain, open_folded_base
-from flashnorm.checkpoint.staging import check_output, remove_leftovers, write_file
-from flashnorm.errors import CheckpointError, OutputError
+from flashnorm.checkpoint.staging import check_output, copy_file, new_folder, write_file
+from flashnorm.checkpoint.tree import file_size
+from flashnorm.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -222,18 +221,10 @@ def _new_config(adapter: Adapter, base: FoldedBase, to: Side, work: _Work) -> di
 
 def _write(adapter: Adapter, dst: Path, changed: Mapping[str, bytes]) -> None:
     """Write the new folder whole, or leave nothing. It holds the adapter's other files as they are."""
-    partial = dst.parent / f".{dst.name}.flashnorm-partial-{secrets.token_hex(4)}"
-    try:
-        remove_leftovers(dst)
-        partial.mkdir()
-        for name in adapter.files:
-            if name not in changed:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(adapter.folder / name, partial / name)
+    kept = [name for name in adapter.files if name not in changed]
+    size = sum(len(content) for content in changed.values()) + sum(file_size(adapter.folder / name) for name in kept)
+    with new_folder(dst, size, CONFIG) as folder:  # without its config no folder is an adapter
+        for name in kept:
+            copy_file(adapter.folder / name, folder, name, CONFIG)
         for name, content in changed.items():
-            write_file(partial, name, content)
-        os.rename(partial, dst)
-    except OSError as error:
-        raise OutputError(f"{dst} cannot be written: {error.strerror or error}; choose another place") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            write_file(folder, name, content, CONFIG)

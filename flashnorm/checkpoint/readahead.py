@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flashnorm.checkpoint.source import Source
+from flashnorm.errors import CheckpointError
 
 # One request; between two of them the reader can be stopped.
 _STEP_BYTES = 16 * 1024 * 1024
@@ -37,7 +38,11 @@ def reading_ahead(source: Source) -> Iterator[None]:
 
 
 def _read(source: Source, room: int, stop: threading.Event) -> None:
-    for name, size in source.by_size():
+    try:
+        files = source.by_size()
+    except CheckpointError:
+        return
+    for name, size in files:
         try:
             descriptor = os.open(source.folder / name, os.O_RDONLY)
         except OSError:

@@ -13,7 +13,7 @@ from flashnorm.checkpoint.foreign import refuse_foreign
 from flashnorm.checkpoint.header import Shard, TensorInfo
 from flashnorm.checkpoint.layout import open_shards
 from flashnorm.checkpoint.quantised import refuse_quantised
-from flashnorm.checkpoint.tree import list_files, read_json
+from flashnorm.checkpoint.tree import file_size, list_files, read_json, reading
 from flashnorm.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
@@ -36,7 +36,7 @@ class Source:
 
     def by_size(self) -> list[tuple[str, int]]:
         """Every file and its size in bytes, the largest first: worked on in this order, none is left to run alone."""
-        sizes = {name: os.stat(self.folder / name).st_size for name in self.files}
+        sizes = {name: file_size(self.folder / name) for name in self.files}
         return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
 
     def read(self, name: str) -> torch.Tensor:
@@ -58,7 +58,8 @@ class Source:
 
     def _read(self, info: TensorInfo, start: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
         buffer = torch.empty(end - start, dtype=torch.uint8)
-        with (self.folder / info.shard).open("rb", buffering=0) as file:
+        path = self.folder / info.shard
+        with reading(path), path.open("rb", buffering=0) as file:
             read_exactly(file.fileno(), buffer.numpy().data, start)
         return buffer.view(info.dtype).reshape(shape)
 

@@ -1,8 +1,8 @@
 """An output folder that appears whole or not at all.
 
-It is built beside its final place, under a hidden name, without a `config.json`: no loader takes it for a model. Once
-everything is on the disk, the config and then the folder get their names. Whoever builds a folder holds a lock on it,
-so that a later run can tell what a killed one left behind from what is still being written.
+It is built beside its final place, under a hidden name, without the file that loaders look for first: none takes it for
+a model. Once everything is on the disk, that file and then the folder get their names. Whoever builds a folder holds a
+lock on it, so that a later run can tell what a killed one left behind from what is still being written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flashnorm.checkpoint.tree import read_pieces
 from flashnorm.errors import OutputError
 
 LAST = "config.json"  # without it no loader takes a folder for a model
@@ -48,10 +49,11 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def new_folder(dst: Path, size: int) -> Iterator[Path]:
+def new_folder(dst: Path, size: int, last: str = LAST) -> Iterator[Path]:
     """Give a hidden folder to fill through `new_file`; rename it to `dst` at the end, or remove it after an error.
 
-    `size`: the bytes that will be written, for which there must be room. Raises `OutputError` where they do not fit,
+    `size`: the bytes that will be written, for which there must be room. `last`: the file that makes the folder
+    loadable, which must be written and gets its name after all others. Raises `OutputError` where the bytes do not fit,
     at once or while writing, or where the folder cannot be made.
     """
     try:
@@ -67,7 +69,7 @@ def new_folder(dst: Path, size: int) -> Iterator[Path]:
         raise _output_error(error, dst) from error
     try:
         yield folder
-        _publish(folder, dst)
+        _publish(folder, dst, last)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -78,8 +80,8 @@ def new_folder(dst: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def new_file(folder: Path, name: str) -> Iterator[int]:
-    """Give an open file to write. When the block ends it is on the disk and gets its name (`LAST` gets it later)."""
+def new_file(folder: Path, name: str, last: str = LAST) -> Iterator[int]:
+    """Give an open file to write. When the block ends it is on the disk and gets its name (`last` gets it later)."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + _SUFFIX)
@@ -89,14 +91,21 @@ def new_file(folder: Path, name: str) -> Iterator[int]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if name != LAST:
+    if name != last:
         os.rename(partial, path)
 
 
-def write_file(folder: Path, name: str, data: bytes) -> None:
+def write_file(folder: Path, name: str, data: bytes, last: str = LAST) -> None:
     """Write a whole small file through `new_file`."""
-    with new_file(folder, name) as descriptor:
+    with new_file(folder, name, last) as descriptor:
         write_all(descriptor, memoryview(data))
+
+
+def copy_file(source: Path, folder: Path, name: str, last: str = LAST) -> None:
+    """Copy a file through `new_file`, in pieces. Raises `CheckpointError` where `source` cannot be read."""
+    with new_file(folder, name, last) as descriptor:
+        for piece in read_pieces(source):
+            write_all(descriptor, piece)
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
@@ -170,19 +179,21 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
-def _publish(folder: Path, dst: Path) -> None:
+def _publish(folder: Path, dst: Path, last: str) -> None:
     if os.path.lexists(dst):  # a rename would replace an empty folder without a word
         raise OutputError(f"{dst} was made by someone else meanwhile; choose a new name, or remove it first")
-    for place, _, _ in os.walk(folder):
+    for place, _, names in os.walk(folder):
+        for name in names:  # not all come through `new_file`: other libraries write files of their own
+            _sync(Path(place, name))
         _sync(Path(place))
-    os.rename(folder / (LAST + _SUFFIX), folder / LAST)
+    os.rename(folder / (last + _SUFFIX), folder / last)
     os.rename(folder, dst)
     _sync(dst)
     _sync(dst.resolve().parent)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -20,7 +20,8 @@ from flashnorm.checkpoint.plan import Scale
 from flashnorm.checkpoint.progress import Meter
 from flashnorm.checkpoint.source import read_exactly
 from flashnorm.checkpoint.staging import WriteBack, write_all
-from flashnorm.errors import CheckpointError, FlashnormError
+from flashnorm.checkpoint.tree import reading
+from flashnorm.errors import FlashnormError
 
 CHUNK_BYTES = 4 * 1024 * 1024  # one read, and at most one write; always room for one block of eight-byte elements
 _SLOTS = 3  # chunks in flight: one is read or scaled or written while the hashes of two are still computed
@@ -168,12 +169,8 @@ class _Stream:
     def _read(self, start: int, end: int, again: bool) -> _Slot:
         slot = self._next()
         data = slot.source[: end - start].numpy().data
-        try:
+        with reading(self._source):
             read_exactly(self._input, data, start)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._source} cannot be read: {error.strerror}; check the disk it is on"
-            ) from error
         if not again:
             slot.pending.append(self.source_sum.update(data))
         self._meter.add(len(data))
@@ -202,10 +199,8 @@ def stream(source: Path, output: int, segments: Sequence[Segment], meter: Meter,
 
 
 def _open(path: Path, resources: ExitStack) -> int:
-    try:
+    with reading(path):
         descriptor = resources.enter_context(path.open("rb", buffering=0)).fileno()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; it was readable a moment ago") from error
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # reads further ahead
     return descriptor

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,40 @@ from flashnorm.errors import CheckpointError, Refusal
 # What a version control or a download tool keeps about the folder it filled. It describes the source's files, so in a
 # folder with other weights it would be a false record.
 _BOOKKEEPING = (".git", ".cache")
+_READ_BYTES = 4 * 1024 * 1024
+_ADVICE = {
+    errno.EACCES: "ask for read access to it",
+    errno.EPERM: "ask for read access to it",
+    errno.ENOENT: "download it again",
+    errno.ELOOP: "it is a link that leads back to itself, so remove it",
+}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the system says against reading `path` into a `CheckpointError`.
+
+    Left as an `OSError` it would be taken for trouble with the output, which is on another disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "check the disk it is on")
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+
+
+def file_size(path: Path) -> int:
+    """In bytes, of what a link points to. Raises `CheckpointError` where it cannot be had."""
+    with reading(path):
+        return path.stat().st_size
+
+
+def read_pieces(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file, a few MiB at a time; each piece is gone when the next is asked for."""
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with reading(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
@@ -28,11 +65,9 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: list[str]) -> None:
-    try:
+    with reading(folder):
         here = os.stat(folder)
         names = sorted(os.listdir(folder))
-    except PermissionError:
-        raise CheckpointError(f"{folder} cannot be read: permission denied; ask for read access to it") from None
     identity = (here.st_dev, here.st_ino)
     if identity in above:
         raise CheckpointError(f"{folder} is a link to a folder that it lies in; remove the link")
@@ -47,24 +82,25 @@ def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: 
 
 def _kind(path: Path) -> str:
     """ "file" or "folder", once it is known to be readable."""
-    try:
-        mode = os.stat(path).st_mode
+    with reading(path):
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is a link to a file that does not exist; download it again") from None
         if stat.S_ISDIR(mode):
             return "folder"
         if stat.S_ISREG(mode):
             path.open("rb").close()
             return "file"
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is a link to a file that does not exist; download it again") from None
-    except PermissionError:
-        raise CheckpointError(f"{path} cannot be read: permission denied; ask for read access to it") from None
     raise CheckpointError(f"{path} is neither a file nor a folder; remove it")
 
 
 def read_json(path: Path, error: type[Refusal] = CheckpointError) -> dict[str, Any]:
-    """Read a JSON file that must hold an object; anything else is `error`."""
+    """Read a JSON file that must hold an object; anything else is `error`, an unreadable file `CheckpointError`."""
+    with reading(path):
+        text = path.read_bytes()
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise error(f"{path} is not valid JSON ({problem}); download or save it again") from None
     if not isinstance(value, dict):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from flashnorm.checkpoint import gguf_import
 from flashnorm.checkpoint.gguf_import import import_gguf
 from flashnorm.errors import CheckpointError, ConfigError, OutputError
 from tests.checkpoint.gguf_writing import CHAT_TEMPLATE, gguf_tensors, tiny_gemma, tiny_llama, write_gguf
@@ -193,3 +198,47 @@ def _round_gains(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data = torch.round(parameter.data * 2**12) / 2**12
+
+
+FULL_DISK = """
+import resource, signal, sys
+from flashnorm.cli.main import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing beyond the limit is an error, not the end
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+main(["import-gguf", sys.argv[1], sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("limit", [100, 30_000], ids=["config and tokenizer do not fit", "weights do not fit"])
+def test_a_write_that_fails_is_refused_whoever_writes(limit: int, tmp_path: Path) -> None:
+    """Weights and tokenizers are written by libraries in Rust, whose errors are no OSError."""
+    file = write_gguf(tmp_path / "model.gguf", tiny_llama())
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(file), str(tmp_path / "out"), str(limit)], capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"flashnorm: {tmp_path / 'out'} cannot be written: File too large")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_the_tokenizers_errors_are_the_systems_too() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    with pytest.raises(OSError, match="No such file") as caught, gguf_import._os_errors():
+        tokenizer.save("/nowhere/tokenizer.json")
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(ValueError, match="another"), gguf_import._os_errors():
+        raise ValueError("another")
+
+
+def test_half_a_model_is_never_beside_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tiny_llama())
+    unchanged, seen = PreTrainedModel.save_pretrained, []
+
+    def look(model: PreTrainedModel, folder: Path) -> None:
+        unchanged(model, folder)
+        seen.extend(path.name for path in Path(folder).parent.iterdir())
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", look)
+    import_gguf(file, tmp_path / "out")
+    assert seen == ["saved"]
+    assert "saved" not in [path.name for path in (tmp_path / "out").iterdir()]

@@ -287,12 +287,12 @@ def test_the_output_must_be_new_and_elsewhere(place: str, llama: Folded, tmp_pat
 
 
 def test_nothing_is_left_when_writing_fails(llama: Folded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path, name: str, data: bytes) -> None:
+    def full(folder: Path, name: str, data: bytes, *last: str) -> None:
         (folder / name).write_bytes(data[:10])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(lora, "write_file", full)
-    with pytest.raises(OutputError, match="No space left on device"):
+    with pytest.raises(OutputError, match="the disk became full"):
         translate_lora(llama.adapter, llama.folded, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -301,6 +301,44 @@ def test_what_a_killed_run_left_behind_is_removed(llama: Folded, tmp_path: Path)
     (tmp_path / ".out.flashnorm-partial-0000").mkdir()
     translate_lora(llama.adapter, llama.folded, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_second_run_to_the_same_output_spoils_neither(
+    llama: Folded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two runs is half-way when the other begins and ends: exactly one adapter appears, and it is whole."""
+    unchanged = lora.write_file
+    second: list[str] = []
+
+    def write_then_let_the_other_run(folder: Path, name: str, data: bytes, *last: str) -> None:
+        unchanged(folder, name, data, *last)
+        if not second:
+            second.append("running")
+            translate_lora(llama.adapter, llama.folded, tmp_path / "out")
+
+    monkeypatch.setattr(lora, "write_file", write_then_let_the_other_run)
+    with pytest.raises(OutputError, match="was made by someone else meanwhile"):
+        translate_lora(llama.adapter, llama.folded, tmp_path / "out")
+    monkeypatch.undo()
+    translate_lora(llama.adapter, llama.folded, tmp_path / "alone")
+    whole = {p.name: p.read_bytes() for p in (tmp_path / "alone").iterdir() if p.is_file()}
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.is_file()} == whole
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "out"]
+
+
+def test_a_folder_made_meanwhile_is_not_replaced(
+    llama: Folded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unchanged = lora.write_file
+
+    def write_and_make(folder: Path, name: str, data: bytes, *last: str) -> None:
+        unchanged(folder, name, data, *last)
+        (tmp_path / "out").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(lora, "write_file", write_and_make)
+    with pytest.raises(OutputError, match="was made by someone else meanwhile"):
+        translate_lora(llama.adapter, llama.folded, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_norm_bias_that_moved_behind_an_embedding_adapter_is_refused(tmp_path: Path) -> None:

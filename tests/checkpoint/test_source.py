@@ -106,3 +106,17 @@ def test_a_folder_of_the_largest_size_opens_fast(tmp_path):
     source = open_source(folder)
     assert sum(info.numel for info in source.tensors.values()) > 660e9
     assert time.process_time() - began < 10  # seconds; about one on an idle core
+
+
+@pytest.mark.parametrize("read", ["read", "read_rows", "by_size", "again"])
+def test_a_file_that_is_gone_is_the_sources_trouble(tmp_path, read):
+    source = open_source(write_checkpoint(tmp_path / "source"))
+    calls = {
+        "read": lambda: source.read("norm.weight"),
+        "read_rows": lambda: source.read_rows("norm.weight", 0, 1),
+        "by_size": source.by_size,
+        "again": lambda: open_source(tmp_path / "gone"),
+    }
+    (tmp_path / "source").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"cannot be read: No such file|does not exist"):
+        calls[read]()

@@ -6,8 +6,16 @@ import sys
 import pytest
 
 from flashnorm.checkpoint import staging
-from flashnorm.checkpoint.staging import WriteBack, check_output, new_file, new_folder, remove_leftovers, write_file
-from flashnorm.errors import OutputError
+from flashnorm.checkpoint.staging import (
+    WriteBack,
+    check_output,
+    copy_file,
+    new_file,
+    new_folder,
+    remove_leftovers,
+    write_file,
+)
+from flashnorm.errors import CheckpointError, OutputError
 
 
 def fill(folder):
@@ -164,6 +172,47 @@ def test_names_with_patterns_in_them_match_only_themselves(tmp_path):
     other.mkdir()
     remove_leftovers(tmp_path / "model-[a-z]")
     assert other.exists()
+
+
+def test_another_file_may_be_the_last(tmp_path):
+    with new_folder(tmp_path / "out", 0, "adapter_config.json") as folder:
+        for name in ("adapter_config.json", "config.json"):
+            write_file(folder, name, b"{}", "adapter_config.json")
+        assert sorted(os.listdir(folder)) == ["adapter_config.json.flashnorm-partial", "config.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["adapter_config.json", "config.json"]
+
+
+def test_a_folder_without_its_last_file_does_not_appear(tmp_path):
+    with pytest.raises(OutputError), new_folder(tmp_path / "out", 0) as folder:
+        write_file(folder, "model.safetensors", b"weights")
+    assert os.listdir(tmp_path) == []
+
+
+def test_everything_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    """Files that other libraries wrote too: a rename that reaches the disk before the bytes would publish half."""
+    unchanged, synced = os.fsync, set()
+
+    def note(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        unchanged(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with new_folder(tmp_path / "out", 0) as folder:
+        fill(folder)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "foreign").write_bytes(b"not through new_file")
+    assert {path.stat().st_ino for path in (tmp_path / "out").rglob("*")} <= synced
+
+
+def test_copies_are_whole_and_an_unreadable_source_is_not_the_outputs_fault(tmp_path):
+    data = os.urandom(5 * 1024 * 1024)
+    (tmp_path / "source").write_bytes(data)
+    (tmp_path / "place").mkdir()
+    copy_file(tmp_path / "source", tmp_path / "place", "sub/copy")
+    assert (tmp_path / "place" / "sub" / "copy").read_bytes() == data
+    with pytest.raises(CheckpointError, match="gone cannot be read"), new_folder(tmp_path / "out", 0) as folder:
+        copy_file(tmp_path / "gone", folder, "copy")
+    assert not (tmp_path / "out").exists()
 
 
 HOLD = """

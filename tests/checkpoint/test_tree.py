@@ -1,10 +1,11 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from flashnorm.checkpoint.source import open_source
-from flashnorm.checkpoint.tree import list_files
+from flashnorm.checkpoint.tree import file_size, list_files, read_json, read_pieces
 from flashnorm.errors import CheckpointError
 from tests.checkpoint.tiny import write_checkpoint
 
@@ -42,6 +43,12 @@ def test_link_to_its_own_folder(folder):
         list_files(folder)
 
 
+def test_link_to_itself(folder):
+    (folder / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match=r"loop cannot be read: .*; it is a link that leads back to itself"):
+        list_files(folder)
+
+
 def test_pipe(folder):
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
@@ -57,7 +64,7 @@ def test_unreadable_file(folder, monkeypatch):
         return unchanged(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", deny)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: permission denied"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: Permission denied; ask for"):
         open_source(folder)
 
 
@@ -70,5 +77,21 @@ def test_unreadable_subfolder(folder, monkeypatch):
         return unchanged(path)
 
     monkeypatch.setattr(os, "listdir", deny)
-    with pytest.raises(CheckpointError, match="code cannot be read: permission denied"):
+    with pytest.raises(CheckpointError, match="code cannot be read: Permission denied; ask for read access"):
         open_source(folder)
+
+
+@pytest.mark.parametrize("read", [list_files, file_size, read_json, lambda path: list(read_pieces(path))])
+def test_trouble_with_the_disk_is_the_sources(folder, monkeypatch, read):
+    """No way of reading lets an OSError out: whoever writes at the same time would take it for the output's."""
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name in ("stat", "listdir", "open"):
+        monkeypatch.setattr(os, name, fail)
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(Path, "stat", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error; check the disk it is on"):
+        read(folder)
