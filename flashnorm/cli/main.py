@@ -1,6 +1,7 @@
 """The command line: one small file per command, and one place where errors become exit statuses.
 
-Exit status 0: done. 1: a check ran and failed. 2: the input was refused, nothing was written.
+Exit status 0: done. 1: a check ran and failed. 2: the input was refused, nothing was written. 70: a bug, with its
+traceback; never 1, which a script takes for a verdict. 130: interrupted.
 Command modules import torch and the rooms below inside their function, so that `--help` answers at once.
 """
 
@@ -17,6 +18,8 @@ import typer
 from flashnorm.cli import audit, bench, fold, import_gguf, lora, tune, unfold, verify
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
+
+CHECK_FAILED, REFUSED, BUG = 1, 2, 70  # 70: EX_SOFTWARE of sysexits.h
 
 app = typer.Typer(
     add_completion=False,
@@ -62,7 +65,15 @@ def main(argv: list[str] | None = None) -> Any:
         if os.environ.get("FLASHNORM_TRACEBACK"):
             traceback.print_exc()
         print(f"flashnorm: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, CheckFailed) else 2)
+        sys.exit(CHECK_FAILED if isinstance(error, CheckFailed) else REFUSED)
+    except Exception:
+        traceback.print_exc()
+        print(
+            "flashnorm: this error was not foreseen, so it is a bug, and says nothing about the model; report it with "
+            "the lines above and the command that you gave",
+            file=sys.stderr,
+        )
+        sys.exit(BUG)
 
 
 if __name__ == "__main__":

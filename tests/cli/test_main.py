@@ -1,0 +1,72 @@
+"""Exit statuses: what a script goes by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import flashnorm.sites.audit
+from flashnorm import errors
+from flashnorm.cli.main import main
+from flashnorm.version import __version__
+
+REFUSALS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.FlashnormError) and kind is not errors.CheckFailed
+]
+
+
+def status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return int(stop.value.code or 0)
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(flashnorm.sites.audit, "audit", fail)
+    return status("audit", ".")
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_errors_on_purpose_are_one_line_and_status_2(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert raising(monkeypatch, kind("what was given; what to do")) == 2
+    assert capsys.readouterr().err == "flashnorm: what was given; what to do\n"
+
+
+def test_only_a_failed_check_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(monkeypatch, errors.CheckFailed("outside its bound")) == 1
+    assert capsys.readouterr().err == "flashnorm: outside its bound\n"
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyError("x"), MemoryError(), AssertionError()])
+def test_a_bug_is_no_verdict_and_shows_where_it_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert raising(monkeypatch, error) == 70
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith("flashnorm: this error was not foreseen")
+
+
+def test_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert raising(monkeypatch, KeyboardInterrupt()) == 130
+
+
+def test_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASHNORM_TRACEBACK", "1")
+    assert raising(monkeypatch, errors.Refusal("no")) == 2
+    assert "Traceback (most recent call last):" in capsys.readouterr().err
+
+
+def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("--version") == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+    assert status("no-such-command") == 2
+    assert status("fold", str(tmp_path)) == 2
