@@ -75,8 +75,11 @@ def ratio_of_sums(figures: torch.Tensor, reference: torch.Tensor) -> float:
 def typical_ratio(figures: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """The geometric mean of `figures / reference`, and the factor by which sampling widens a bound on it.
 
-    Both: (positions,) fp64, non-negative; positions where either is zero say nothing and are left out.
+    Both: (positions,) fp64, non-negative; positions where either is zero say nothing and are left out. NaN where a
+    figure is not finite.
     """
+    if not (figures.isfinite() & reference.isfinite()).all():
+        return math.nan, 1.0
     both = (figures > 0) & (reference > 0)
     logs = (figures[both] / reference[both]).log()
     if len(logs) < 2:

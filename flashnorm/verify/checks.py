@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -81,7 +81,7 @@ def divergence_check(candidate: torch.Tensor, reference: torch.Tensor) -> Check:
 
 def greedy_check(pairs: Sequence[GreedyPair], logit_error: float) -> Check:
     """Every continuation that differs first differs at a near tie."""
-    value = max((pair.difference.opposed_margin for pair in pairs if pair.difference), default=0.0)
+    value = _largest(pair.difference.opposed_margin for pair in pairs if pair.difference)
     bound = tie_bound(logit_error)
     return Check(
         "greedy_margin",
@@ -106,3 +106,9 @@ def perplexity_check(perplexity: Perplexity, divergence: float, finer: bool) -> 
         f"the perplexities, {perplexity.reference:.5g} and {perplexity.candidate:.5g}, differ by {value:.3%}, where "
         f"rounding explains {bound:.3%}",
     )
+
+
+def _largest(values: Iterable[float]) -> float:
+    """0 of none; NaN where any is, which Python's `max` keeps or drops by the order they come in."""
+    known = tuple(values)
+    return math.nan if any(map(math.isnan, known)) else max(known, default=0.0)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from flashnorm.errors import Refusal
 from flashnorm.verify.forward import TransformersModel, logits_of
 from flashnorm.verify.greedy import Continuation, greedy
 from flashnorm.verify.oracle import choose_oracle, exact_logits
 from flashnorm.verify.perplexity import token_losses
-from flashnorm.verify.samples import Samples
+from flashnorm.verify.samples import Samples, context_limit
 from flashnorm.verify.subject import Subject, refusing
 
 Progress = Callable[[str], None]
@@ -62,11 +63,13 @@ def evaluate(
     stored = _main_dtype(model)
     own = dtype or (torch.float32 if stored == torch.float64 else stored)
     if own != stored:
+        del model  # before the next one comes: two at once may not fit, and the choice of the oracle counts one
         model = subject.load(own)
     with refusing(f"{subject.name} cannot be run"):
         progress(f"{subject.name}: logits in {dtype_name(own)}")
         logits = logits_of(model, samples.excerpts)
         if own != stored:
+            del model
             model = subject.load(None)
         arithmetic = Arithmetic(stored, own, oracle or choose_oracle(model, own, logits.numel()))
         model = model.to(arithmetic.fine)
@@ -82,6 +85,12 @@ def _continue(
 ) -> list[Continuation]:
     if new_tokens == 0 or not model.can_generate():
         return []
+    room = context_limit(subject)
+    if new_tokens > room:
+        raise Refusal(
+            f"{subject.name} has room for {room} new tokens, half its positions, not for {new_tokens}; give "
+            f"--new-tokens {room} or fewer"
+        )
     progress(f"{subject.name}: greedy continuation of {len(samples.prompts)} prompts")
     with refusing(f"{subject.name} cannot generate (new_tokens=0 leaves that out)"):
         return greedy(model, samples.prompts, new_tokens)

@@ -93,9 +93,10 @@ def compare_greedy(
 def _first_difference(
     ours: Continuation, theirs: Continuation, decode: Callable[[list[int]], str]
 ) -> Difference | None:
-    """Up to there both models have read the same tokens, so their logits may be compared."""
-    for position, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)):
-        if a != b:
+    """Up to there both models have read the same tokens, so their logits may be compared. NaN agrees with nothing."""
+    broken = [(of.logits.isnan().any(-1)).tolist() for of in (ours, theirs)]
+    for position, (a, b, *nan) in enumerate(zip(ours.tokens, theirs.tokens, *broken, strict=False)):
+        if a != b or any(nan):
             return Difference(
                 position=position,
                 reference_token=a,

@@ -30,11 +30,15 @@ def _from_meminfo(path: Path) -> int | None:
 
 
 def _from_cgroup(folder: Path) -> int | None:
-    """Version 2: `memory.max` less `memory.current`, without the reclaimable file cache."""
+    """Version 2: `memory.max` less `memory.current`, without the file cache, which is given up at need.
+
+    Not `file`, which counts shared memory and tmpfs as well: those can only be swapped.
+    """
     try:
         limit = (folder / "memory.max").read_text().strip()
         current = int((folder / "memory.current").read_text())
-        cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines()).get("file", "0")
+        known = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except FileNotFoundError:
         return None
-    return None if limit == "max" else int(limit) - current + int(cached)
+    cache = sum(int(known.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return None if limit == "max" else int(limit) - current + cache

@@ -52,13 +52,21 @@ class Samples:
     origin: str
 
 
+def context_limit(subject: Subject) -> int:
+    """Half the positions that the config says the model has: some keep a few back, and a continuation needs room."""
+    config = subject.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return limit // 2 if isinstance(limit, int) and limit > 1 else sys.maxsize
+
+
 def make_samples(subject: Subject, text: str | None, positions: int, tokens: int) -> Samples:
     """Samples from `text`, else from the built-in passages, else (without a tokenizer) random ids.
 
     `positions`: how many positions the excerpts should have; `tokens`: how many the windows should have. The windows
-    start a quarter into the text. Raises `Refusal` where the text is too short or cannot be tokenised.
+    start a quarter into the text. Raises `Refusal` where the text is too short, cannot be tokenised, or does not fit
+    the model's positions.
     """
-    limit = _context_limit(subject)
+    limit = context_limit(subject)
     excerpt, prompt = min(EXCERPT, limit), min(PROMPT, limit)
     if subject.tokenizer is None:
         if text is not None:
@@ -75,6 +83,11 @@ def make_samples(subject: Subject, text: str | None, positions: int, tokens: int
     prefix = _prefix(subject)
     tokens = min(tokens, len(stream))
     window = min(WINDOW, limit - len(prefix), tokens)
+    if window < max(1, 2 - len(prefix)):  # perplexity is of what follows the first token
+        raise Refusal(
+            f"{subject.name} has room for {limit} tokens, half its positions, too few for the perplexity of a text; "
+            "leave the text out"
+        )
     count = tokens // window
     windows = stream[: count * window].view(count, window)
     windows = torch.cat([prefix.expand(count, -1), windows], dim=1)
@@ -123,10 +136,3 @@ def _random_ids(subject: Subject, count: int) -> torch.Tensor:
     ordinary = ordinary[~torch.isin(ordinary, torch.tensor(special, dtype=torch.int64))]
     generator = torch.Generator().manual_seed(0)
     return ordinary[torch.randint(len(ordinary), (count,), generator=generator)]
-
-
-def _context_limit(subject: Subject) -> int:
-    """Half the positions that the config says the model has: some keep a few back, and a continuation needs room."""
-    config = subject.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return limit // 2 if isinstance(limit, int) and limit > 1 else sys.maxsize

@@ -73,10 +73,13 @@ def _module_subject(module: nn.Module) -> Subject:
         raise ConfigError(f"{name} has no config; give a Transformers model or a checkpoint folder")
 
     def load_copy(dtype: torch.dtype | None) -> TransformersModel:
-        model = copy.deepcopy(module).eval()
-        for parameter in model.parameters() if dtype else ():
-            parameter.data = parameter.data.to(dtype)  # as `from_pretrained`: buffers keep their precision
-        return model
+        # The tensors' copies, ready for `deepcopy` to find: on the CPU, where the token ids are, and each made once. As
+        # with `from_pretrained`, buffers keep their precision.
+        copies: dict[int, Any] = {id(b): b.detach().to("cpu", copy=True) for b in module.buffers()}
+        for p in module.parameters():
+            values = p.detach().to("cpu", dtype if p.is_floating_point() else None, copy=True)
+            copies[id(p)] = nn.Parameter(values, p.requires_grad)
+        return copy.deepcopy(module, copies).eval()
 
     return Subject(name, module.config, None, load_copy)
 

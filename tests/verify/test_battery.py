@@ -216,3 +216,11 @@ def test_the_package_is_the_function() -> None:
     assert flashnorm.verify.__name__ == "flashnorm.verify"
     assert callable(flashnorm.verify)
     assert flashnorm.VerifyReport is VerifyReport
+
+
+def test_more_new_tokens_than_positions_are_refused() -> None:
+    source = tiny_model("llama")
+    source.config.max_position_embeddings = 24
+    assert verify(source, folded(source), new_tokens=12).greedy
+    with pytest.raises(Refusal, match="give --new-tokens 12 or fewer"):
+        verify(source, folded(source), new_tokens=13)

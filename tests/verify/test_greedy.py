@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -81,3 +83,25 @@ def test_equal_continuations_have_no_difference() -> None:
     pairs = compare_greedy(PROMPT, [ours], [ours], _decode)
     assert pairs[0].difference is None
     assert greedy_check(pairs, 0.0).passed
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_margin_that_is_no_number_fails_wherever_it_stands(order: int) -> None:
+    near, broken = _continuation([1.0, 4.0, 3.9]), _continuation([1.0, NAN, 3.5])
+    pairs = [*compare_greedy(PROMPT, [near], [_continuation([1.0, 3.9, 4.0])], _decode)]
+    pairs += compare_greedy(PROMPT, [near], [broken], _decode)
+    assert greedy_check(pairs[:1], 1.0).passed
+    check = greedy_check(pairs[::order], 1.0)
+    assert math.isnan(check.value)
+    assert not check.passed
+
+
+def test_the_same_token_by_broken_logits_is_no_agreement() -> None:
+    ours, theirs = _continuation([1.0, 4.0, 3.5]), _continuation([1.0, NAN, 3.5])
+    assert ours.tokens == theirs.tokens
+    [pair] = compare_greedy(PROMPT, [ours], [theirs], _decode)
+    assert pair.difference is not None
+    assert not greedy_check([pair], 1.0).passed

@@ -86,3 +86,25 @@ def test_a_model_with_few_positions_gets_short_samples() -> None:
     assert samples.excerpts.shape == (8, 8)
     assert samples.prompts.shape == (PROMPTS, 8)
     assert samples.excerpts.dtype == torch.int64
+
+
+def _with_positions(folder: Path, positions: int, prefix: int) -> Subject:
+    subject = open_subject(save(tiny_model("llama"), folder))
+    subject.config.max_position_embeddings = positions
+    if prefix:
+        subject.tokenizer.bos_token = "!"
+        template = processors.TemplateProcessing(single="! " * prefix + "$A", special_tokens=[("!", 0)])
+        subject.tokenizer.backend_tokenizer.post_processor = template
+    return subject
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("positions", range(2, 9))
+def test_a_text_fits_the_positions_or_is_refused(tmp_path: Path, positions: int, prefix: int) -> None:
+    subject = _with_positions(tmp_path / "llama", positions, prefix)
+    if positions // 2 - prefix < max(1, 2 - prefix):
+        with pytest.raises(Refusal, match="leave the text out"):
+            make_samples(subject, TEXT, 8, 8)
+        return
+    samples = make_samples(subject, TEXT, 8, 8)
+    assert samples.prefix < samples.windows.shape[1] <= positions // 2
