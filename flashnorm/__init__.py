@@ -13,7 +13,7 @@ from flashnorm.version import __version__
 # Public name -> the module that defines it.
 _EXPORTS = {
     "AuditReport": "flashnorm.sites.audit",
-    "FoldReport": "flashnorm.passes.report",
+    "FoldReport": "flashnorm.sites.folding",
     "audit": "flashnorm.sites.audit",
     "fold": "flashnorm.passes.fold",
     "fold_checkpoint": "flashnorm.checkpoint.fold",

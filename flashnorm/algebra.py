@@ -25,7 +25,7 @@ or a tensor of shape (..., 1), and sits inside the square root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
 
@@ -101,6 +101,30 @@ def spread(values: Tensor, channels: Tensor | None, rest: float) -> Tensor:
     return torch.where(channels >= 0, values[channels.clamp(min=0)], rest)
 
 
+def gain_factor(weight: Tensor, offset: float = 0.0, channels: Tensor | None = None) -> Tensor:
+    """What a norm's stored weight multiplies the axis of its reader by: `gain_of`, laid out by `spread`.
+
+    `weight`: (K,), or of any shape with K elements. Returns (K,), or (L,) with `channels`, in fp32 or fp64.
+    """
+    return spread(gain_of(weight.reshape(-1), offset), channels, rest=1.0)
+
+
+def least_channels(channels: Tensor, width: int) -> Tensor | None:
+    """`channels` as `spread` takes them, with None in place of the identity map of a norm of `width` channels."""
+    return None if channels.equal(torch.arange(width, dtype=channels.dtype, device=channels.device)) else channels
+
+
+def product_dtype(weight: torch.dtype, factors: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype in which a weight is multiplied by several factors, so that only storing the result rounds it.
+
+    fp32, or fp64 where an operand is; fp64 as well where an fp32 weight takes more than one factor, because the product
+    of the first would be rounded to fp32 and that of the second again.
+    """
+    dtypes = tuple(factors)
+    twice_rounded = weight == torch.float32 and len(dtypes) > 1
+    return torch.float64 if twice_rounded else reduce(torch.promote_types, (weight, *dtypes), torch.float32)
+
+
 def _along(weight: Tensor, values: Tensor, axis: int, channels: Tensor | None, rest: float) -> Tensor:
     """`spread`, checked against the axis of `weight` that it is for, in the dtype to compute in."""
     if not weight.is_floating_point():
@@ -131,6 +155,18 @@ def fold_gain(weight: Tensor, gain: Tensor, axis: int = -1, channels: Tensor | N
     """
     factor = _factor(weight, gain, axis, channels)
     return (weight.to(factor.dtype) * factor).to(weight.dtype)
+
+
+def fold_gains(weight: Tensor, factors: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """`fold_gain` with a factor for each of several axes at once, rounded once.
+
+    `factors`: (axis, 1-D tensor as long as that axis) each. Returns the shape and dtype of `weight`.
+    Raises `ShapeError` if a factor does not fit its axis.
+    """
+    product = weight.to(product_dtype(weight.dtype, (factor.dtype for _, factor in factors)))
+    for axis, factor in factors:
+        product = product * _factor(weight, factor, axis, None)
+    return product.to(weight.dtype)
 
 
 def unfold_gain(weight: Tensor, gain: Tensor, axis: int = -1, channels: Tensor | None = None) -> Tensor:

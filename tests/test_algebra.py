@@ -387,6 +387,40 @@ def test_a_bf16_fold_rounds_once():
     assert not torch.equal(weight * gain.bfloat16(), once)  # the control: rounding the gain as well is seen
 
 
+def test_two_gains_of_an_fp32_weight_round_once():
+    generator = torch.Generator().manual_seed(0)
+    weight, rows, columns = (torch.randn(*shape, generator=generator) for shape in ((6, 8), (6,), (8,)))
+    exact = weight.double() * rows.double()[:, None] * columns.double()
+    assert torch.equal(algebra.fold_gains(weight, [(0, rows), (1, columns)]), exact.float())
+    assert not torch.equal(weight * rows[:, None] * columns, exact.float())  # what a second rounding would give
+
+
+@pytest.mark.parametrize(
+    ("weight", "factors", "expected"),
+    [
+        (torch.bfloat16, [torch.float32], torch.float32),
+        (torch.float16, [torch.float32] * 2, torch.float32),
+        (torch.float32, [torch.float32], torch.float32),
+        (torch.float32, [torch.float32] * 2, torch.float64),
+        (torch.bfloat16, [torch.float64], torch.float64),
+        (torch.float64, [torch.float32], torch.float64),
+    ],
+)
+def test_products_are_taken_where_only_the_result_is_rounded(weight, factors, expected):
+    assert algebra.product_dtype(weight, factors) == expected
+
+
+def test_the_identity_map_is_that_of_the_whole_norm():
+    assert algebra.least_channels(torch.arange(4), 4) is None
+    assert algebra.least_channels(torch.arange(4), 8).tolist() == [0, 1, 2, 3], "a reader of the first half"
+    assert algebra.least_channels(torch.tensor([1, 0]), 2).tolist() == [1, 0]
+
+
+def test_one_plus_is_added_in_fp32_and_laid_out_by_channels():
+    assert algebra.gain_factor(torch.tensor([2.0**-10], dtype=torch.bfloat16), 1.0).item() == 1 + 2.0**-10
+    assert algebra.gain_factor(torch.tensor([[2.0], [3.0]]), 0.0, torch.tensor([1, -1, 0])).tolist() == [3.0, 1.0, 2.0]
+
+
 def test_fp16_squares_do_not_overflow():
     x = torch.full((1, 4), 6e4, dtype=torch.float16)
     assert torch.equal(algebra.rms_norm(x, 1e-6), torch.ones_like(x))

@@ -12,7 +12,7 @@ from flashnorm.checkpoint.readahead import reading_ahead
 from flashnorm.checkpoint.source import open_source
 from flashnorm.checkpoint.staging import check_output
 from flashnorm.errors import Refusal
-from flashnorm.passes.report import FoldReport
+from flashnorm.sites.folding import FoldReport
 
 
 def fold_checkpoint(

@@ -23,6 +23,7 @@ from flashnorm.checkpoint.gains import SIDECAR, read_gains
 from flashnorm.checkpoint.manifest import Manifest, SiteRecord, read_manifest
 from flashnorm.checkpoint.source import Source, open_source
 from flashnorm.sites.build import hollow_model, read_config
+from flashnorm.sites.tying import tied_groups
 
 _UNSEEN = -2  # a position that no stored tensor has accounted for; -1: it reads no gain
 
@@ -147,11 +148,8 @@ def _parameters(
     for name, places in placed.items():
         for piece in places:
             pieces[piece.parameter].append((stored[name], piece))
-    holders: dict[int, list[str]] = defaultdict(list)  # tied parameters share what is stored under any of their names
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders[id(parameter)].append(name)
     found = {}
-    for names in holders.values():
+    for names in tied_groups(model):  # they share what is stored under any of their names
         parts = [part for name in names for part in pieces[name]]
         for name in names:
             owner = model.get_submodule(name.rpartition(".")[0])

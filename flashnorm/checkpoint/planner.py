@@ -13,8 +13,8 @@ from flashnorm.checkpoint.gains import gain_factor
 from flashnorm.checkpoint.lines import Homes, Line, Misfit, lines_of
 from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import Source
-from flashnorm.passes.fold import gain_of, moves_shift, remaining_bias, value_problem
 from flashnorm.sites.audit import AuditReport
+from flashnorm.sites.folding import gain_of, moves_shift, remaining_bias, value_problem
 from flashnorm.sites.types import Site
 
 _Lines = dict[str, tuple[Line, ...]]

@@ -7,6 +7,8 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from flashnorm.algebra import least_channels
+from flashnorm.sites.ownership import Ownership
 from flashnorm.sites.probing import is_candidate, probe
 from flashnorm.sites.tracing import Trace
 from flashnorm.sites.types import Blocker, Consumer, Site
@@ -16,13 +18,14 @@ from flashnorm.sites.weights import Usage
 def assemble(trace: Trace) -> list[Site]:
     """All norms of the traced model in the order of its modules, with readers and blockers."""
     readers = _readers_by_norm(trace)
+    owners = Ownership(trace)
     unseen = _unseen_weights(trace)
     sites = []
     for name, module in trace.model.named_modules():
         if name not in trace.probes:
             sites += _unreached(name, module) if name not in trace.called else []
         elif trace.gain_of[name] == name:
-            sites.append(_site(trace, name, readers[name], unseen))
+            sites.append(_site(trace, owners, name, readers[name], unseen))
     return sites
 
 
@@ -40,24 +43,22 @@ def _unreached(name: str, module: nn.Module) -> list[Site]:
     return [Site(name, f"{name}.{found.weight}", bias, gain.numel(), found.convention, (), (blocker,))]
 
 
-def _site(trace: Trace, norm: str, readers: dict[str, Usage], unseen: dict[str, torch.Size]) -> Site:
+def _site(trace: Trace, owners: Ownership, norm: str, readers: dict[str, Usage], unseen: dict[str, torch.Size]) -> Site:
     found = trace.probes[norm]
     sharers = tuple(other for other, owner in trace.gain_of.items() if owner == norm and other != norm)
     blockers = list(trace.blockers.get(norm, []))
-    if any(trace.probes[other].convention != found.convention for other in sharers):
-        blockers.append(Blocker("shared", "", norm, f"its gain is shared with {sharers[0]}, which uses it differently"))
     consumers = []
     for weight, usage in readers.items():
-        problem = _problem(trace, weight, usage)
+        problem = _problem(trace, owners, weight, usage)
         if problem is not None:
             blockers.append(problem)
         else:
-            consumers.append(_consumer(trace, norm, weight, usage))
+            consumers.append(_consumer(trace, owners, norm, weight, usage))
     own = trace.model.get_submodule(norm)
     gain = own.get_parameter(found.weight) if found.weight else None
     prefix = f"{norm}." if norm else ""
     if found.weight:
-        blockers += _own_weight_problems(trace, norm, prefix + found.weight)
+        blockers += owners.problems(norm, sharers)
     if not consumers and not blockers and found.weight:
         blockers.append(Blocker("unread", "", norm, "nothing that the model computes reads its output"))
     if consumers and gain is not None and not blockers:
@@ -84,13 +85,12 @@ def _readers_by_norm(trace: Trace) -> dict[str, dict[str, Usage]]:
     return readers
 
 
-def _problem(trace: Trace, weight: str, usage: Usage) -> Blocker | None:
+def _problem(trace: Trace, owners: Ownership, weight: str, usage: Usage) -> Blocker | None:
     """Why scaling this weight would change something else as well."""
     reading = usage.reads[0].where if usage.reads else ""
-    others = [(op, where) for op, where in usage.others if op != "bias"]
-    if others:
-        op, where = others[0]
-        aliases = trace.ledger.aliases[weight]
+    aliases = trace.ledger.aliases[weight]
+    if usage.others:
+        op, where = usage.others[0]
         if len(aliases) > 1 and op == "embedding":
             detail = f"its reader {aliases[-1]} is tied to {aliases[0]}, the input embedding"
             return Blocker("tied", op, where, detail, remedy="--untie")
@@ -99,13 +99,19 @@ def _problem(trace: Trace, weight: str, usage: Usage) -> Blocker | None:
         return Blocker("shared", "", reading, f"its reader {weight} cannot be scaled: {usage.conflict}")
     if len(usage.codes) > 1:
         return Blocker("shared", "", reading, f"its reader {weight} is read along two different axes")
-    return None
+    if usage.added:
+        return Blocker("shared", "", reading, f"its reader {weight} is also added to a product")
+    if owners.is_norms_own(weight):
+        return Blocker("shared", "", reading, f"its reader {weight} is also the gain or bias of a norm")
+    dtype = trace.model.get_parameter(weight).dtype
+    if dtype != torch.float32:  # what any full floating-point dtype is in a hollow model
+        return Blocker("codes", "", reading, f"its reader {weight} holds codes of {dtype}, not numbers; dequantise it")
+    return owners.unseen_use(weight, "its reader")
 
 
-def _consumer(trace: Trace, norm: str, weight: str, usage: Usage) -> Consumer:
+def _consumer(trace: Trace, owners: Ownership, norm: str, weight: str, usage: Usage) -> Consumer:
     ((axis, codes),) = usage.codes.items()
     channels = trace.numbering.channels_of(norm, codes)
-    identity = torch.arange(len(channels)).equal(channels)
     read = usage.reads[0]
     biases = {r.bias for r in usage.reads}
     bias = read.bias if len(biases) == 1 else None
@@ -113,22 +119,11 @@ def _consumer(trace: Trace, norm: str, weight: str, usage: Usage) -> Consumer:
         bias is not None
         and all(r.pure for r in usage.reads)
         and bool(((codes > 0) & (channels >= 0)).all())
-        and usage.shape[axis] == len(codes)
         and len(usage.shape) == 2
-        and len(trace.ledger.usage[bias].others) == 1
+        and owners.only_added_to(bias, weight)
     )
-    return Consumer(weight, axis, read.op, read.where, bias, movable, None if identity else channels)
-
-
-def _own_weight_problems(trace: Trace, norm: str, weight: str) -> list[Blocker]:
-    """The gain itself must belong to this norm alone, and be used by nothing but the norm."""
-    name = next((n for n, aliases in trace.ledger.aliases.items() if weight in aliases), weight)
-    usage = trace.ledger.usage[name]
-    problems = []
-    if usage.others or usage.reads:
-        op, where = (usage.others or [(usage.reads[0].op, usage.reads[0].where)])[0]
-        problems.append(Blocker("shared", op, where, f"its gain is also used outside of the norm by {op} [{where}]"))
-    return problems
+    least = least_channels(channels, trace.numbering.width(norm))
+    return Consumer(weight, axis, read.op, read.where, bias, movable, least)
 
 
 def _unseen_weights(trace: Trace) -> dict[str, torch.Size]:

@@ -11,7 +11,7 @@ from torch import nn
 from flashnorm.errors import TracingError
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
-from flashnorm.sites.hollow import hollow_copy
+from flashnorm.sites.hollow import hollow_copy, hollow_inputs
 from flashnorm.sites.inputs import Run, main_runs, part_runs
 from flashnorm.sites.tracing import Trace, can_run, trace
 from flashnorm.sites.tying import untie_head
@@ -55,7 +55,8 @@ def audit(
 ) -> AuditReport:
     """Audit a live model, or a checkpoint folder by its config alone (no weights are read, whatever its size).
 
-    `inputs`: keyword arguments of one forward call, for models that take unusual ones. `untie`: audit the model as it
+    `inputs`: keyword arguments of one forward call, for models that take unusual ones; as the model itself takes them,
+    on any device and in its dtype. `untie`: audit the model as it
     would be with its head untied. Raises `ConfigError` where the folder's model cannot be built, and `TracingError`
     where it cannot be run.
     """
@@ -74,7 +75,7 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
     A mixture of experts may need more tokens before every expert has been seen reading.
     """
     if inputs is not None:
-        return trace(hollow, [Run(inputs)])
+        return trace(hollow, [Run(hollow_inputs(inputs))])
     runs = _first_that_runs(hollow, _TOKEN_LADDER[0])
     record = trace(hollow, runs)
     for tokens in _TOKEN_LADDER[1:]:

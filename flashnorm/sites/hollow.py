@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,11 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_map
 
+from flashnorm.errors import TracingError
+from flashnorm.sites.weights import Place, place
+
 # Parameters above this many elements are hollow. Gains and biases of every known model lie far below it.
 REAL_LIMIT = 1 << 18
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.normal}
 _POOL_SIZE = 1 << 20
+# The dtypes in which weights are numbers; in any other they are codes that some scale gives a meaning.
+_FULL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -51,23 +57,54 @@ def hollow_construction() -> Iterator[None]:
 def hollow_copy(model: nn.Module) -> nn.Module:
     """A structural copy of a live model whose large tensors are hollow; the model itself is not touched.
 
-    Small parameters and buffers keep their values, in float32 on the CPU.
+    Small parameters and buffers keep their values, on the CPU. Full floating-point dtypes become float32; codes
+    (integers, float8) stay what they are. Tensors that are one and the same memory are one in the copy as well.
+    Raises `TracingError` where parameters overlap in part: a copy would part them.
     """
+    _refuse_overlaps(model)
+    made: dict[Place, torch.Tensor] = {}
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) in memo:
-            continue
+    for tensor in [*model.parameters(), *model.buffers()]:  # parameters first: a buffer may be tied to one
+        copied = made.setdefault(place(tensor), _hollow_tensor(tensor.detach()))
         if isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(_hollow_tensor(tensor.detach()), requires_grad=False)
-        else:
-            memo[id(tensor)] = _hollow_tensor(tensor)
-    return copy.deepcopy(model, memo).float().eval()
+            copied = copied if isinstance(copied, nn.Parameter) else nn.Parameter(copied, requires_grad=False)
+            made[place(tensor)] = copied
+        memo[id(tensor)] = copied if isinstance(tensor, nn.Parameter) else copied.detach()
+    return copy.deepcopy(model, memo).eval()
+
+
+def hollow_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that a live model takes, as its hollow copy takes them: on the CPU, full dtypes as float32."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().to("cpu", torch.float32 if leaf.dtype in _FULL else leaf.dtype)
+
+    moved: dict[str, Any] = tree_map(move, inputs)
+    return moved
 
 
 def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float32 if tensor.dtype in _FULL else tensor.dtype
     if tensor.numel() > REAL_LIMIT or tensor.device.type == "meta":
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return tensor.detach().to("cpu", copy=True).contiguous()
+        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _refuse_overlaps(model: nn.Module) -> None:
+    """Raise `TracingError` where two parameters share elements without being the same."""
+    spans: dict[int, list[tuple[int, int, str, Place]]] = {}
+    for name, parameter in model.named_parameters():
+        storage, offset, shape, strides = where = place(parameter)
+        end = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+        if parameter.numel():
+            spans.setdefault(storage, []).append((offset, end, name, where))
+    for inside in spans.values():
+        inside.sort(key=lambda span: span[:2])
+        for (_, end, first, here), (start, _, second, there) in pairwise(inside):
+            if start < end and here != there:
+                raise TracingError(f"{second} and {first} share memory without being the same; clone one of them")
 
 
 def settle_values(model: nn.Module) -> None:

@@ -109,6 +109,8 @@ _MOVES: dict[str, tuple[int, ...]] = {
 @rule(*_MOVES)
 def moved(call: Call) -> Any:
     name = call.func.overloadpacket.__name__.rstrip("_")
+    if call.kwargs.get("reduce") is not None:
+        raise Blocked("non-linear", f"it is combined with what is there by {call.kwargs['reduce']!r}")
     if name == "index_put" and (call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)):
         return _accumulated(call, call.codes(0), call.codes(2))
 
@@ -172,17 +174,24 @@ def negated(call: Call) -> Any:
     return impure(call.codes(0))
 
 
-@rule("add", "sub", "rsub", "add_n")
+@rule("add", "sub", "rsub")
 def summed(call: Call) -> Any:
-    a, b = call.args[0], call.args[1]
-    return _combined(call, call.codes_of(a), call.codes_of(b))
+    """a + alpha b, a - alpha b, or b - alpha a. What is negated or multiplied keeps its gain, but is another number."""
+    a, b = call.codes(0), call.codes(1)
+    kind = call.func.overloadpacket.__name__.rstrip("_")
+    alpha = call.kwargs.get("alpha", call.args[2] if len(call.args) > 2 else 1)
+    if kind == "rsub":
+        a = impure(a)
+    elif kind == "sub" or alpha != 1:
+        b = impure(b)
+    return _combined(call, a, b)
 
 
 @rule("lerp")
 def interpolated(call: Call) -> Any:
     if tagged(call.codes(2)):
         raise Blocked("non-linear", "it decides how two tensors are mixed")
-    return _combined(call, call.codes(0), call.codes(1)).expand(call.result.shape)
+    return _combined(call, impure(call.codes(0)), impure(call.codes(1))).expand(call.result.shape)
 
 
 @rule("addcmul")
@@ -203,7 +212,8 @@ def _combined(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @rule("index_add", "scatter_add")
 def accumulated(call: Call) -> Any:
-    base, dim, index, source = call.codes(0).clone(), call.args[1], call.args[2], call.codes(3)
+    # Impure, for several elements may be added up in one place.
+    base, dim, index, source = call.codes(0).clone(), call.args[1], call.args[2], impure(call.codes(3))
     if call.func.overloadpacket.__name__.startswith("scatter_add"):
         taken = source[tuple(slice(0, n) for n in index.shape)]
         result = base.scatter(dim, index, _combined(call, base.gather(dim, index), taken))
@@ -218,7 +228,7 @@ def accumulated(call: Call) -> Any:
 
 
 def _accumulated(call: Call, base: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    indices = call.args[1]
+    indices, values = call.args[1], impure(values)
     current = torch.ops.aten.index(base, indices)
     result = torch.ops.aten.index_put(base, indices, _combined(call, current, values).expand(current.shape))
     if not ((torch.ops.aten.index(result, indices) | 1) == (values | 1)).logical_or(values == ZERO).all():
@@ -298,7 +308,8 @@ def _side(
         raise Blocked("second-tensor", "it is contracted with a tensor that is not a stored weight")
     others = [d for d in range(codes.ndim) if d != codes.ndim + k]
     vector = _constant(codes, others).reshape(-1)
-    pure = bool((codes > 0).all() and (codes % 2 == 0).all())
+    unscaled = call.kwargs.get("alpha", 1) == 1 and call.kwargs.get("beta", 1) == 1
+    pure = unscaled and bool((codes > 0).all() and (codes % 2 == 0).all())
     if not call.context.read(weight, other_k, vector, call.context.read_as(_op(call), _parameter(bias), pure)):
         raise Blocked("weight-layout", "the channels it meets do not lie along one axis of the weight")
     return None

@@ -7,7 +7,7 @@ with known weights, in float64, and its answers are compared with what a norm wo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class ProbeCache:
         self._known: dict[str, NormProbe | None] = {}
 
     def probe(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> NormProbe | None:
-        if any(True for _ in module.buffers()):
+        if any(True for _ in module.buffers()) or not all(map(_is_plain, _attributes(module))):
             return probe(module, args, kwargs)
         key = f"{_settings(module)} {tree_map(_kind_of_argument, (tuple(args), dict(kwargs)))}"
         if key not in self._known:
@@ -77,13 +77,25 @@ def _settings(module: nn.Module) -> str:
     """Everything that distinguishes two modules of a kind, except the values of their parameters."""
     parts = []
     for part in module.modules():
-        plain = {k: v for k, v in vars(part).items() if not k.startswith("_") and isinstance(v, _PLAIN_SETTINGS)}
+        own = sorted((name, value) for name, value in vars(part).items() if name not in _OF_EVERY_MODULE)
         shapes = [(name, tuple(p.shape), p.dtype) for name, p in part.named_parameters(recurse=False)]
-        parts.append((type(part).__module__, type(part).__qualname__, sorted(plain.items(), key=str), shapes))
+        parts.append((type(part).__module__, type(part).__qualname__, own, shapes))
     return str(parts)
 
 
-_PLAIN_SETTINGS = (int, float, str, bool, tuple, list, torch.Size, type(None))
+# What PyTorch itself keeps on a module; its parameters, buffers and submodules are looked at on their own.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _attributes(module: nn.Module) -> Iterator[Any]:
+    return (value for part in module.modules() for name, value in vars(part).items() if name not in _OF_EVERY_MODULE)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether two values that print alike are alike. A config object or a function may hide a difference."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, str, torch.dtype, torch.device, type(None)))
 
 
 def _kind_of_argument(leaf: Any) -> Any:

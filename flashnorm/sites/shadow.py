@@ -45,6 +45,10 @@ class Shadows:
             raise Conflict("its bits are read as another dtype")
         return torch.as_strided(flat, tensor.size(), tensor.stride(), tensor.storage_offset())
 
+    def of_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The codes of everything that lies in the storage of a tensor which has a shadow, whatever its dtype: 1-D."""
+        return self._entries[tensor.untyped_storage()._cdata][2]
+
     def put(self, tensor: torch.Tensor, codes: torch.Tensor) -> None:
         """Write the shadow of `tensor`; other views of the same storage see it."""
         if tensor.device.type == "meta" or tensor.numel() == 0:
@@ -88,6 +92,14 @@ class Numbering:
         start = self._known[norm]
         return torch.arange(start, start + width, dtype=torch.int32) * 2
 
+    def width(self, norm: str) -> int:
+        """How many channels a numbered norm has."""
+        return self._end(norm) - self._known[norm]
+
+    def _end(self, norm: str) -> int:
+        position = bisect.bisect_right(self._starts, self._known[norm])
+        return self._starts[position] if position < len(self._starts) else self._next
+
     def norms_in(self, codes: torch.Tensor) -> list[str]:
         """The norms whose gains occur in `codes`."""
         channels = torch.unique(_once(codes)) // 2
@@ -96,9 +108,7 @@ class Numbering:
 
     def channels_of(self, norm: str, codes: torch.Tensor) -> torch.Tensor:
         """For every code, the channel of `norm` that it names, or -1 when it names none of its channels."""
-        start = self._known[norm]
-        position = bisect.bisect_right(self._starts, start)
-        end = self._starts[position] if position < len(self._starts) else self._next
+        start, end = self._known[norm], self._end(norm)
         channel = codes.long() // 2
         inside = (codes > 0) & (channel >= start) & (channel < end)
         return torch.where(inside, channel - start, -1)

@@ -22,7 +22,7 @@ from flashnorm.sites.operations import PRODUCTS, RULES, VALUE_FREE, Blocked, Cal
 from flashnorm.sites.probing import NormProbe, ProbeCache, is_candidate
 from flashnorm.sites.shadow import Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
-from flashnorm.sites.weights import Ledger, Located, Read
+from flashnorm.sites.weights import Ledger, Located, Read, place
 
 
 @dataclass
@@ -144,8 +144,8 @@ class _Follower(HollowMode):
                 if tagged(self.shadows.get(tensor)):
                     carrying.append(tensor)
             except Conflict as conflict:
-                flat = self.shadows._entries[tensor.untyped_storage()._cdata][2]
-                self.record.block(flat, "non-linear", base, self.where(), str(conflict))
+                codes = self.shadows.of_storage(tensor)
+                self.record.block(codes, "non-linear", base, self.where(), str(conflict))
         return carrying
 
     def _codes(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class _Follower(HollowMode):
             if copied is not None:
                 ledger.remember_copy(result, copied)
             elif base in PRODUCTS and position == PRODUCTS[base]:
-                ledger.use(located.name, "bias", self.where())
+                ledger.add(located.name)
             elif base not in PRODUCTS and base not in VALUE_FREE:  # the rules of products record what they read
                 ledger.use(located.name, base, self.where())
 
@@ -199,9 +199,9 @@ class _Follower(HollowMode):
         self.record.gain_of[name] = name
         if found.weight is None:
             return
-        gain = self.record.model.get_submodule(name).get_parameter(found.weight)
+        gain = place(self.record.model.get_submodule(name).get_parameter(found.weight))
         for other, probed in self.record.probes.items():
-            if probed.weight and self.record.model.get_submodule(other).get_parameter(probed.weight) is gain:
+            if probed.weight and place(self.record.model.get_submodule(other).get_parameter(probed.weight)) == gain:
                 self.record.gain_of[name] = self.record.gain_of[other]
                 return
 

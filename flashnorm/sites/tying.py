@@ -8,17 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from flashnorm.sites.weights import Place, place
+
+
+def tied_groups(model: nn.Module) -> list[list[str]]:
+    """The names of the model's parameters, those of one weight together."""
+    groups: dict[Place, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(place(parameter), []).append(name)
+    return list(groups.values())
+
 
 def untie_head(model: nn.Module) -> dict[str, str]:
     """Give every head that shares an embedding's weight a parameter of its own, in place.
 
     Returns head parameter name -> embedding parameter name; empty when nothing was tied.
     """
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
     untied = {}
-    for names in holders.values():
+    for names in tied_groups(model):
         embeddings = [n for n in names if isinstance(_owner(model, n), nn.Embedding)]
         heads = [n for n in names if n not in embeddings]
         if not embeddings or not heads:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flashnorm.errors import TracingError
 from flashnorm.sites.shadow import ZERO
 
 UNTOUCHED = -2
+
+# Storage, offset, shape and strides of a tensor.
+Place = tuple[int, int, torch.Size, tuple[int, ...]]
+
+
+def place(tensor: torch.Tensor) -> Place:
+    """Where a tensor's elements lie. Two parameters of one place are one weight, whether or not they are one object:
+    `head.weight = embedding.weight` and `head.weight.data = embedding.weight.data` tie them alike.
+    """
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
 
 @dataclass
@@ -32,12 +43,14 @@ class Usage:
     codes: dict[int, torch.Tensor] = field(default_factory=dict)  # axis -> code at each position along it
     reads: list[Read] = field(default_factory=list)
     others: list[tuple[str, str]] = field(default_factory=list)  # (op, where) of every other use
+    added: int = 0  # how often it was added to a product
+    added_to: Counter[str] = field(default_factory=Counter)  # and to those of which weights, how often
     conflict: str | None = None
     clashing: list[torch.Tensor] = field(default_factory=list)  # codes that met it where others had before
 
     @property
     def used(self) -> bool:
-        return bool(self.codes or self.reads or self.others)
+        return bool(self.codes or self.reads or self.others or self.added)
 
 
 @dataclass(frozen=True)
@@ -49,22 +62,34 @@ class Located:
 
 
 class Ledger:
-    """Knows every parameter by its storage and records how it is used."""
+    """Knows every parameter by its storage and records how it is used.
+
+    Raises `TracingError` where parameters overlap without being the same, or are not contiguous: then a storage does
+    not say which parameter a view of it belongs to, or a stride which axis it walks along.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.usage: dict[str, Usage] = {}
-        self.aliases: dict[str, list[str]] = {}
-        self._by_storage: dict[int, tuple[str, torch.Size]] = {}
+        self.aliases: dict[str, list[str]] = {}  # parameter -> all of its names, its own first
+        self._canonical: dict[str, str] = {}
+        self._by_storage: dict[int, tuple[str, torch.Size]] = {}  # storage -> the parameter that fills it
         # Copies made during the run (dtype casts, gathered experts): storage -> what its own axes stand for.
         self._copies: dict[int, tuple[StorageWeakRef, torch.Size, Located]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             key = parameter.untyped_storage()._cdata
             if key in self._by_storage:
-                self.aliases[self._by_storage[key][0]].append(name)
+                first = self._by_storage[key][0]
+                if place(parameter) != place(model.get_parameter(first)):
+                    raise TracingError(f"{name} and {first} share memory without being the same; clone one of them")
+                self.aliases[first].append(name)
+                self._canonical[name] = first
                 continue
+            if not parameter.is_contiguous() or parameter.storage_offset():
+                raise TracingError(f"{name} is a view of a larger tensor, or transposed; make it contiguous")
             self._by_storage[key] = (name, parameter.shape)
             self.usage[name] = Usage(parameter.shape)
             self.aliases[name] = [name]
+            self._canonical[name] = name
 
     def locate(self, tensor: torch.Tensor) -> Located | None:
         """What part of which parameter `tensor` is; None when it is not one."""
@@ -105,6 +130,8 @@ class Ledger:
         part.copy_(torch.where(fresh, codes, part))
         if read not in usage.reads:
             usage.reads.append(read)
+        if read.bias is not None:
+            self.usage[read.bias].added_to[located.name] += 1
         return True
 
     def use(self, name: str, op: str, where: str) -> None:
@@ -113,9 +140,13 @@ class Ledger:
         if (op, where) not in others:
             others.append((op, where))
 
-    def parameters_in(self, tensors: Iterable[torch.Tensor]) -> list[Located]:
-        found = (self.locate(t) for t in tensors)
-        return [f for f in found if f is not None]
+    def add(self, name: str) -> None:
+        """Record that the parameter is added to a product."""
+        self.usage[name].added += 1
+
+    def canonical(self, name: str) -> str:
+        """The name under which the ledger knows a parameter that has several."""
+        return self._canonical[name]
 
 
 def _compose(original: Located, walk: tuple[int, int, int] | None) -> tuple[int, int, int] | None:

@@ -180,3 +180,46 @@ def test_the_cache_tells_layers_with_different_settings_apart():
     call = ((torch.randn(2, WIDTH),), {})
     assert cache.probe(Norm(eps=1e-5), *call).convention.eps == pytest.approx(1e-5, rel=1e-3)
     assert cache.probe(Norm(eps=1e-3), *call).convention.eps == pytest.approx(1e-3, rel=1e-3)
+
+
+class Private(nn.Module):
+    """A norm whose offset hides where a cache might not look."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        vars(self).update(settings)
+
+    def offset(self):
+        held = vars(self)
+        return held.get("_plus", 0.0) + held.get("pair", (0.0, 0.0))[1] + getattr(held.get("config"), "plus", 0.0)
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (self.offset() + self.weight)
+
+
+class Config:
+    def __init__(self, plus):
+        self.plus = plus
+
+    def __repr__(self):
+        return "Config"
+
+
+@pytest.mark.parametrize(
+    "settings", [lambda v: {"_plus": v}, lambda v: {"pair": (1, v)}, lambda v: {"config": Config(v)}]
+)
+def test_the_cache_tells_settings_apart_wherever_they_are_kept(settings):
+    cache, call = ProbeCache(), ((torch.randn(2, WIDTH),), {})
+    assert [cache.probe(Private(**settings(value)), *call).convention.offset for value in (0.0, 1.0)] == [0.0, 1.0]
+
+
+def test_the_cache_runs_one_experiment_for_equal_norms(monkeypatch):
+    from flashnorm.sites import probing
+
+    runs = []
+    monkeypatch.setattr(probing, "probe", lambda module, *_: runs.append(module))
+    cache = ProbeCache()
+    for module in (Norm(), Norm(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)):
+        cache.probe(module, (torch.randn(2, WIDTH),), {})
+    assert len(runs) == 2

@@ -1,0 +1,100 @@
+"""Hollow copies keep a model's structure: what is one weight stays one, whatever made it so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flashnorm.errors import TracingError
+from flashnorm.sites.audit import audit
+from flashnorm.sites.hollow import REAL_LIMIT, hollow_copy, is_hollow
+from tests.sites.small import WIDTH, after_fold, settled
+
+VOCABULARY = 12
+IDS = torch.arange(10).view(2, 5)
+
+
+class Tied(nn.Module):
+    """A head that is tied to the embedding in one of several ways."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        settled(self)
+        if how == "object":
+            self.head.weight = self.embedding.weight
+        elif how == "storage":
+            self.head.weight.data = self.embedding.weight.data
+        elif how == "view":
+            self.head.weight.data = self.embedding.weight.data.view(VOCABULARY, WIDTH)
+
+    def forward(self, x):
+        return self.head(self.norm(self.embedding(x)))
+
+
+@pytest.mark.parametrize("how", ["object", "storage", "view"])
+def test_a_tied_head_is_seen_however_it_was_tied(how):
+    model = Tied(how)
+    (site,) = audit(model, inputs={"x": IDS}).sites
+    assert [(b.kind, b.remedy) for b in site.blockers] == [("tied", "--untie")]
+    report, error = after_fold(model, IDS)
+    assert report.folded == []
+    assert error == 0
+
+
+@pytest.mark.parametrize("how", ["object", "storage", "view"])
+def test_untying_parts_them_however_they_were_tied(how):
+    (site,) = audit(Tied(how), inputs={"x": IDS}, untie=True).sites
+    assert site.foldable
+
+
+def test_an_untied_head_is_folded():
+    report, error = after_fold(Tied("no"), IDS)
+    assert report.folded == ["norm"]
+    assert error < 1e-5
+
+
+def test_a_buffer_that_is_a_parameter_stays_it():
+    model = Tied("no")
+    model.embedding.register_buffer("mirror", model.head.weight.data)
+    copied = hollow_copy(model)
+    assert copied.embedding.mirror.data_ptr() == copied.head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("part", [lambda w: w[2:], lambda w: w.view(WIDTH, VOCABULARY).t()])
+def test_parameters_that_overlap_in_part_are_refused(part):
+    model = Tied("no")
+    model.head.weight.data = part(model.embedding.weight.data)
+    with pytest.raises(TracingError, match=r"share memory without being the same; clone one of them"):
+        hollow_copy(model)
+
+
+def test_neighbours_in_one_storage_are_parted():
+    model, flat = Tied("no"), torch.randn(2, VOCABULARY, WIDTH)
+    model.embedding.weight.data, model.head.weight.data = flat[0], flat[1]
+    report, error = after_fold(model, IDS)
+    assert report.folded == ["norm"]
+    assert error < 1e-5
+
+
+def test_a_transposed_parameter_keeps_its_axes():
+    model = Tied("no")
+    model.head.weight.data = torch.randn(WIDTH, VOCABULARY).t()
+    report, error = after_fold(model, IDS)
+    assert report.folded == ["norm"]
+    assert error < 1e-5
+
+
+def test_only_large_tensors_are_hollow_and_full_dtypes_become_float32():
+    model = nn.Module()
+    model.large = nn.Parameter(torch.zeros(REAL_LIMIT + 1, dtype=torch.bfloat16))
+    model.small = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float16))
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    copied = hollow_copy(model)
+    assert is_hollow(copied.large)
+    assert copied.small.tolist() == [2.0] * 3
+    assert [p.dtype for p in copied.parameters()] == [torch.float32, torch.float32, torch.int8]
+    assert model.small.dtype == torch.float16
