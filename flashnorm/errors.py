@@ -49,3 +49,7 @@ class DeviceError(FlashnormError, ValueError):
 
 class GradientError(FlashnormError, RuntimeError):
     """A gradient is wanted from an operation that has no backward."""
+
+
+class KernelError(FlashnormError, RuntimeError):
+    """A kernel could not be compiled, loaded or launched."""

@@ -82,7 +82,23 @@ class NormLinear:
     stream: bool = False
 
 
-Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear
+@dataclass(frozen=True)
+class TmaGemm:
+    """Tile of y; consuming warpgroups, which share the tile's rows; pipeline depth; where the norm is taken: "inside"
+    the multiplication, in so many blocks "beside" it, or nowhere ("none", a bare matmul);
+    tiles of rows per group; steps of W asked into the L2 before the wait."""
+
+    block_m: int = 128
+    block_n: int = 192
+    consumers: int = 2
+    stages: int = 4
+    norm: str = "inside"
+    beside: int = 4
+    group: int = 8
+    prefetch: int = 0
+
+
+Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear | TmaGemm
 
 FAMILIES = MappingProxyType(
     {
@@ -92,6 +108,7 @@ FAMILIES = MappingProxyType(
         "fused": Fused,
         "deferred_gemm": DeferredGemm,
         "norm_linear": NormLinear,
+        "tma_gemm": TmaGemm,
     }
 )
 _NAMES = MappingProxyType({family: name for name, family in FAMILIES.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashnorm.kernels import reference
-from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, Reference, SplitK
+from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, Reference, SplitK, TmaGemm
 
 
 def run(
@@ -38,3 +38,7 @@ def run(
             from flashnorm.kernels.norm_linear import norm_linear
 
             norm_linear(x, weight, eps, gain, bias, out, config)
+        case TmaGemm():
+            from flashnorm.kernels.cuda.tma_gemm import tma_gemm
+
+            tma_gemm(x, weight, eps, bias, out, config)

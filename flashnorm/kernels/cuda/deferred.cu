@@ -1,0 +1,422 @@
+// The deferred norm as one warp-specialised matrix multiplication: out = (x Wᵀ) ⊙ 1/RMS(x) + bias.
+//
+// One warp streams tiles of x and W into a ring in shared memory (TMA); CONSUMERS warpgroups multiply them (wgmma) and
+// write the tile of out (stmatrix, TMA). Blocks are persistent: while one tile is written, the next is being loaded.
+//
+// Built for one configuration at a time, from these macros (see tma_gemm.py):
+//   BLOCK_M, BLOCK_N   tile of out; BLOCK_M is a multiple of 64 * CONSUMERS, BLOCK_N one of 8 (of 16 with GATED)
+//   STAGES             tiles in the ring; a tile is 64 wide along K, 128 bytes, one row of the 128-byte swizzle
+//   NORM               NONE: out = x Wᵀ + bias
+//                      INSIDE: consumers add up the squares of the tile of x that their wgmma is just reading
+//                      BESIDE: the grid's first blocks, on multiprocessors that the tiles leave idle, take 1/RMS of every
+//                      row; the others wait for them only before the scale
+//   GATED, ACTIVATION  out = act(gate) ⊙ up, where W holds the rows of gate, then those of up
+//   HALF, IS_BF16, wgmma(...)   the element type, and the instruction for BLOCK_N (see wgmma.py)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+enum { NONE, INSIDE, BESIDE };
+enum { LINEAR, SILU, GELU_TANH, RELU };
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+struct Problem {
+    int M, N, K;
+    float eps;
+    int group;     // tiles of rows that are walked together, for the L2 cache
+    int prefetch;  // steps of W asked into the L2 before the wait for the kernel before this one
+    int x_rows;    // of one load of x: BLOCK_M, or M where that is less
+    int beside;    // blocks that take 1/RMS, before those that multiply
+    // With BESIDE: x once more, (M,) for 1/RMS, and two counters, zero before and after each launch: blocks beside that
+    // are done, and multiplying blocks that have read what they did.
+    const unsigned short* x;
+    long long x_stride;
+    float* scale;
+    u32* counters;
+};
+
+constexpr int WARP = 32, WARPGROUP = 128;
+constexpr int BLOCK_K = 64, ROW_BYTES = 2 * BLOCK_K;
+constexpr int X_BYTES = BLOCK_M * ROW_BYTES, W_BYTES = BLOCK_N * ROW_BYTES;
+constexpr int SLABS = BLOCK_M / CONSUMERS / 64;  // of 64 rows, the height of a wgmma, for each consumer
+constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;
+// Columns of out that are staged and stored together, as wide as a swizzle pattern allows.
+constexpr int CHUNK = OUT_N % 64 == 0 ? 64 : OUT_N % 32 == 0 ? 32 : OUT_N % 16 == 0 ? 16 : 8;
+// Registers of a thread at launch, of which the producers leave the consumers some.
+constexpr int LAUNCH_REGISTERS = 168, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * LAUNCH_REGISTERS, "more registers than at launch");
+
+struct Shared {
+    alignas(1024) char x[STAGES][X_BYTES];
+    alignas(1024) char w[STAGES][W_BYTES];
+    alignas(1024) char staging[CONSUMERS][2][64 * CHUNK * 2];
+    float scale[2][BLOCK_M];
+    u64 full[STAGES], empty[STAGES], scale_full[2], scale_empty[2];
+};
+
+// ---- PTX, one instruction each ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            address(to)),
+        "l"(map), "r"(column), "r"(row), "r"(address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tile(const TensorMap* map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_tile(const TensorMap* map, int column, int row, const void* from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+                 "r"(row), "r"(address(from)) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void stores_have_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A tile of rows of 128 bytes under the 128-byte swizzle; eight rows are 1024 bytes apart from the next eight.
+__device__ __forceinline__ u64 descriptor(const void* tile) {
+    return (u64)((address(tile) & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ void sync_warpgroup(int id) {
+    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// All that a kernel reads or writes may be in use by the kernel before it; only after this wait it may be touched, and
+// only then may the kernel after it be started (see kernels/launch.py).
+__device__ __forceinline__ void wait_for_predecessor() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+}
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float widened(unsigned short bits) {
+    float value;
+    if (IS_BF16) return __uint_as_float((u32)bits << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ float add_squares(u32 pair, float sum) {
+    const float low = IS_BF16 ? __uint_as_float(pair << 16) : widened(pair & 0xFFFF);
+    const float high = IS_BF16 ? __uint_as_float(pair & 0xFFFF0000) : widened(pair >> 16);
+    return fmaf(high, high, fmaf(low, low, sum));
+}
+
+__device__ __forceinline__ float add_squares(uint4 eight, float sum) {
+    return add_squares(eight.w, add_squares(eight.z, add_squares(eight.y, add_squares(eight.x, sum))));
+}
+
+// ---- Where a block is in its work ---------------------------------------------------------------------------------
+
+// The place in the ring, and the parity of the phase that its barrier completes next.
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void step() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// A block's tiles, one after another; producer and consumers walk them in the same order.
+struct Tiles {
+    int rows, columns, group, stride, index, row, column;
+
+    __device__ Tiles(const Problem& problem) : group(problem.group), index(blockIdx.x - problem.beside) {
+        rows = (problem.M + BLOCK_M - 1) / BLOCK_M;
+        columns = (problem.N + OUT_N - 1) / OUT_N;
+        stride = gridDim.x - problem.beside;
+        place();
+    }
+    __device__ __forceinline__ bool left() const { return index < rows * columns; }
+    __device__ __forceinline__ void step() { index += stride, place(); }
+    __device__ __forceinline__ void place() {
+        const int first = index / (group * columns) * group, height = min(rows - first, group);
+        row = (first + index % (group * columns) % height) * BLOCK_M;
+        column = index % (group * columns) / height * OUT_N;
+    }
+};
+
+__device__ __forceinline__ int steps_of(const Problem& problem) { return (problem.K + BLOCK_K - 1) / BLOCK_K; }
+
+// ---- The producer -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, const TensorMap* w, const Problem& problem) {
+    const int steps = steps_of(problem);
+    Ring ring;
+    Tiles tiles(problem);
+    for (int step = 0; step < min(problem.prefetch, steps); step++)
+        for (int part = 0; part < (GATED ? 2 : 1); part++)
+            prefetch_tile(w, step * BLOCK_K, tiles.column + part * problem.N);
+    wait_for_predecessor();
+    for (; tiles.left(); tiles.step())
+        for (int step = 0; step < steps; step++, ring.step()) {
+            u64* full = &shared.full[ring.slot];
+            barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+            barrier_expect(full, problem.x_rows * ROW_BYTES + W_BYTES);
+            load_tile(shared.x[ring.slot], x, step * BLOCK_K, tiles.row, full);
+            load_tile(shared.w[ring.slot], w, step * BLOCK_K, tiles.column, full);
+            if (GATED)
+                load_tile(shared.w[ring.slot] + W_BYTES / 2, w, step * BLOCK_K, problem.N + tiles.column, full);
+        }
+}
+
+// ---- BESIDE: blocks that take 1/RMS, and the warp of every other block that fetches it ----------------------------
+
+__device__ __forceinline__ float sum_of_warp(float sum) {
+    for (int apart = 1; apart < WARP; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    return sum;
+}
+
+// scale[m] = 1/RMS of row m of x. A warp reads two rows at a time, to have more loads in flight.
+__device__ __forceinline__ void take_scales(const Problem& problem) {
+    constexpr int ROWS = 2;
+    const int lane = threadIdx.x % WARP, warps = problem.beside * blockDim.x / WARP, vectors = problem.K / 8;
+    wait_for_predecessor();
+    for (int m = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; m < problem.M; m += ROWS * warps) {
+        const unsigned short* rows[ROWS];
+        float sums[ROWS] = {};
+        for (int i = 0; i < ROWS; i++) rows[i] = problem.x + min(m + i * warps, problem.M - 1) * problem.x_stride;
+#pragma unroll 8
+        for (int k = lane; k < vectors; k += WARP)
+            for (int i = 0; i < ROWS; i++) sums[i] = add_squares(((const uint4*)rows[i])[k], sums[i]);
+        for (int k = vectors * 8 + lane; k < problem.K; k += WARP)
+            for (int i = 0; i < ROWS; i++) sums[i] = fmaf(widened(rows[i][k]), widened(rows[i][k]), sums[i]);
+        for (int i = 0; i < ROWS; i++) {
+            const float sum = sum_of_warp(sums[i]);
+            if (lane == 0 && m + i * warps < problem.M) problem.scale[m + i * warps] = rsqrtf(sum / problem.K + problem.eps);
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(&problem.counters[0], 1);
+}
+
+// One warp brings the scales of the block's tiles to shared memory, as soon as they are there: long before they are
+// needed. The blocks beside come first in the grid and wait for no other block of it, so this ends.
+__device__ __forceinline__ void fetch_scales(Shared& shared, const Problem& problem) {
+    const int lane = threadIdx.x % WARP;
+    u32 done = 0, buffer = 0, phase = 0;
+    wait_for_predecessor();  // else the counters may still be those of an earlier launch
+    while (done < problem.beside)
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(problem.counters) : "memory");
+    for (Tiles tiles(problem); tiles.left(); tiles.step()) {
+        barrier_wait(&shared.scale_empty[buffer], phase ^ 1);
+        for (int i = lane; i < BLOCK_M; i += WARP)
+            shared.scale[buffer][i] = tiles.row + i < problem.M ? __ldcg(problem.scale + tiles.row + i) : 0;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.scale_full[buffer]);
+        buffer ^= 1, phase ^= buffer == 0;
+    }
+    // The last block to have fetched puts the counters back, for the next launch that uses them.
+    __syncwarp();
+    if (lane == 0 && atomicAdd(&problem.counters[1], 1) == gridDim.x - problem.beside - 1)
+        problem.counters[0] = problem.counters[1] = 0;
+}
+
+// ---- The consumers ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float activated(float gate) {
+    if (ACTIVATION == SILU) return gate / (1 + __expf(-gate));
+    if (ACTIVATION == GELU_TANH) return gate / (1 + __expf(-1.5957691216f * (gate + 0.044715f * gate * gate * gate)));
+    return fmaxf(gate, 0.f);
+}
+
+// Two neighbouring outputs of one row.
+__device__ __forceinline__ u32 output(const float* products, int at, float scale, const float* bias) {
+    float pair[2];
+    for (int i = 0; i < 2; i++) {
+        pair[i] = products[at + i] * scale;
+        pair[i] = GATED ? activated(pair[i]) * (products[at + i + BLOCK_N / 4] * scale) : pair[i] + bias[i];
+    }
+    return packed(pair[0], pair[1]);
+}
+
+// A slab's squares, eight lanes a row and 16 bytes a lane: four groups of four rows for each warp of the consumer. The
+// swizzle moves bytes only within a row.
+struct Squares {
+    float sums[SLABS][4] = {};
+    uint4 values[SLABS][4];
+
+    __device__ __forceinline__ void load(const char* slabs) {
+        const uint4* rows = (const uint4*)slabs + threadIdx.x % WARPGROUP;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) values[slab][i] = rows[slab * 64 * 8 + i * WARPGROUP];
+    }
+    __device__ __forceinline__ void add() {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[slab][i] = add_squares(values[slab][i], sums[slab][i]);
+    }
+    __device__ __forceinline__ void finish(float* scale, const Problem& problem) {
+        const int lane = threadIdx.x % WARPGROUP;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float sum = sums[slab][i];
+                for (int apart = 1; apart < 8; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+                if (lane % 8 == 0) scale[slab * 64 + (i * WARPGROUP + lane) / 8] = rsqrtf(sum / problem.K + problem.eps);
+                sums[slab][i] = 0;
+            }
+    }
+};
+
+__device__ __forceinline__ void store_slab(Shared& shared, const float* products, const TensorMap* out, const void* bias,
+                                           int consumer, float upper, float lower, int row, int column, int N,
+                                           int& stores) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+#pragma unroll
+    for (int chunk = 0; chunk < OUT_N / CHUNK; chunk++, stores++) {
+        char* staging = shared.staging[consumer][stores % 2];
+        if (threadIdx.x % WARPGROUP == 0) stores_have_read<1>();  // the store before the last, from this same buffer
+        sync_warpgroup(1 + consumer);
+#pragma unroll
+        for (int block = 0; block < CHUNK / 8; block++) {
+            const int n = chunk * CHUNK + block * 8, at = n / 2, first = column + n + 2 * (lane % 4);
+            float offsets[2] = {0, 0};
+            if (bias)
+                for (int i = 0; i < 2; i++)
+                    if (first + i < N) offsets[i] = widened(((const unsigned short*)bias)[first + i]);
+            const u32 above = output(products, at, upper, offsets), below = output(products, at + 2, lower, offsets);
+            constexpr int units = CHUNK / 8;  // of 16 bytes, in a row of the chunk
+            const int staged = warp * 16 + lane % 16, unit = block ^ (staged / (8 / units) % units);
+            asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(
+                             address(staging + staged * CHUNK * 2 + unit * 16)),
+                         "r"(above), "r"(below) : "memory");
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        sync_warpgroup(1 + consumer);
+        if (threadIdx.x % WARPGROUP == 0) store_tile(out, column + chunk * CHUNK, row, staging);
+    }
+}
+
+__device__ __forceinline__ void release(u64* empty) {
+    if (threadIdx.x % WARP == 0) barrier_arrive(empty);
+}
+
+__device__ __forceinline__ void consume(Shared& shared, int consumer, const TensorMap* out, const void* bias,
+                                        const Problem& problem) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, steps = steps_of(problem);
+    const int first = consumer * SLABS * 64;
+    Ring ring;
+    int stores = 0;
+    u32 buffer = 0, phase = 0;
+    float products[SLABS][BLOCK_N / 2];
+    Squares squares;
+    for (Tiles tiles(problem); tiles.left(); tiles.step()) {
+        int before = -1;
+        for (int step = 0; step < steps; step++) {
+            barrier_wait(&shared.full[ring.slot], ring.phase);
+            const char* slabs = shared.x[ring.slot] + first * ROW_BYTES;
+            const u64 x = descriptor(slabs), w = descriptor(shared.w[ring.slot]);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int k = 0; k < BLOCK_K / 16; k++)
+#pragma unroll
+                for (int slab = 0; slab < SLABS; slab++)
+                    wgmma(products[slab], x + (slab * 64 * ROW_BYTES + k * 32) / 16, w + k * 32 / 16, step + k > 0);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (NORM == INSIDE) squares.load(slabs);
+            if (before >= 0) {
+                wgmma_wait<1>();  // the step before has been multiplied; this one stays in flight
+                release(&shared.empty[before]);
+            }
+            if (NORM == INSIDE) squares.add();
+            before = ring.slot;
+            ring.step();
+        }
+        wgmma_wait<0>();
+        release(&shared.empty[before]);
+        if (NORM == INSIDE) {
+            squares.finish(shared.scale[0] + first, problem);
+            sync_warpgroup(1 + consumer);
+        }
+        if (NORM == BESIDE) barrier_wait(&shared.scale_full[buffer], phase);
+        const float* scale = shared.scale[buffer] + first + warp * 16 + lane / 4;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+            const float upper = NORM == NONE ? 1 : scale[slab * 64], lower = NORM == NONE ? 1 : scale[slab * 64 + 8];
+            store_slab(shared, products[slab], out, bias, consumer, upper, lower, tiles.row + first + slab * 64,
+                       tiles.column, problem.N, stores);
+        }
+        if (NORM == BESIDE) {
+            release(&shared.scale_empty[buffer]);
+            buffer ^= 1, phase ^= buffer == 0;
+        }
+    }
+    if (threadIdx.x % WARPGROUP == 0) stores_have_read<0>();
+}
+
+extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
+    deferred(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap out,
+             const void* bias, const Problem problem) {
+    extern __shared__ char memory[];
+    Shared& shared = *(Shared*)(memory + (1024 - address(memory) % 1024) % 1024);
+    const int warpgroup = threadIdx.x / WARPGROUP;
+    if (NORM == BESIDE && blockIdx.x < problem.beside) return take_scales(problem);
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < STAGES; slot++) {
+            barrier_init(&shared.full[slot], 1);
+            barrier_init(&shared.empty[slot], 4 * CONSUMERS);
+        }
+        for (int buffer = 0; buffer < 2; buffer++) {
+            barrier_init(&shared.scale_full[buffer], 1);
+            barrier_init(&shared.scale_empty[buffer], 4 * CONSUMERS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == 0)
+            produce(shared, &x, &w, problem);
+        else if (NORM == BESIDE && threadIdx.x / WARP == 1)
+            fetch_scales(shared, problem);
+    } else {
+        if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        consume(shared, warpgroup - 1, &out, bias, problem);
+    }
+}

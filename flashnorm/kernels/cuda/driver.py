@@ -1,0 +1,101 @@
+"""Load machine code, describe matrices to the copy engine, and launch: the few calls of the CUDA driver used here."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from flashnorm.errors import KernelError
+
+_ELEMENTS = {
+    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+}
+# Bytes of a box's row to the swizzle that spreads it over all banks.
+_SWIZZLES = {
+    16: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
+_MAP_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks, threads of a block, and bytes of shared memory of a block."""
+
+    blocks: int
+    threads: int
+    shared: int
+
+
+def load(code: bytes, name: str, shared: int, device: torch.device) -> Any:
+    """The function `name` of a piece of machine code, on `device`, allowed `shared` bytes of shared memory."""
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    with torch.cuda.device(device):
+        module = _checked(driver.cuModuleLoadData(code))
+        function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        _checked(driver.cuFuncSetAttribute(function, limit, shared))
+    return function
+
+
+def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
+    """How the copy engine finds boxes of (`rows`, `columns`) in an addressable matrix of 16-bit floats."""
+    return _tensor_map(matrix.data_ptr(), matrix.shape, matrix.stride(0), matrix.dtype, rows, columns)
+
+
+@lru_cache(maxsize=4096)  # a pure function of its arguments; encoding takes longer than the rest of a launch
+def _tensor_map(
+    pointer: int, shape: tuple[int, int], stride: int, dtype: torch.dtype, rows: int, columns: int
+) -> bytes:
+    height, width = shape
+    encoded = _checked(
+        driver.cuTensorMapEncodeTiled(
+            _ELEMENTS[dtype],
+            2,
+            pointer,
+            [driver.cuuint64_t(width), driver.cuuint64_t(height)],
+            [driver.cuuint64_t(stride * dtype.itemsize)],
+            [driver.cuuint32_t(columns), driver.cuuint32_t(rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            _SWIZZLES[columns * dtype.itemsize],
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
+        )
+    )
+    return ctypes.string_at(encoded.getPtr(), _MAP_BYTES)
+
+
+def launch(function: Any, grid: Grid, arguments: tuple[bytes | ctypes._SimpleCData[Any], ...], stream: int) -> None:
+    """Launch, allowed to start before the kernel before it ends (see `kernels/launch.py`). Bytes are passed by value."""
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
+    config.sharedMemBytes = grid.shared
+    config.hStream = stream
+    config.attrs, config.numAttrs = [_early()], 1
+    holders = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else a for a in arguments]
+    pointers = (ctypes.c_void_p * len(holders))(*map(ctypes.addressof, holders))
+    _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+def _early() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    status, *values = answer
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"the CUDA driver refused: {status.name}")
+    return values[0] if values else None

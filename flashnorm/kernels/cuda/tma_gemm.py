@@ -1,0 +1,108 @@
+"""Run `deferred.cu`: the warp-specialised deferred norm of Hopper GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashnorm.kernels.configs import TmaGemm
+from flashnorm.kernels.cuda.compiler import cubin
+from flashnorm.kernels.cuda.counters import counters, prepare
+from flashnorm.kernels.cuda.driver import Grid, launch, load, tensor_map
+from flashnorm.kernels.cuda.wgmma import wgmma_source
+
+ARCHITECTURE = "sm_90a"
+_BLOCK_K = 64
+_WARPGROUP = 128
+_HALF = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def tma_gemm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    out: Tensor,
+    config: TmaGemm,
+    *,
+    activation: str | None = None,
+) -> None:
+    """Write (x Wᵀ)/RMS(x) + bias into `out`, or act(gate) ⊙ up of it where `activation` is given.
+
+    `x`: (M, K), `weight`: (N, K), or (2N, K) with gate first, `out`: (M, N); bf16 or fp16, all addressable.
+    """
+    (M, K), N = x.shape, out.shape[1]
+    kernel = _kernel(config, x.dtype, activation, x.device)
+    width = config.block_n // (2 if activation else 1)
+    x_rows = min(config.block_m, M)
+    tiles = -(-M // config.block_m) * -(-N // width)
+    beside = config.beside if config.norm == "beside" else 0
+    stream = torch.cuda.current_stream(x.device)
+    scale = torch.empty(M if beside else 0, dtype=torch.float32, device=x.device)
+    launch(
+        kernel.function,
+        Grid(beside + min(kernel.multiprocessors - beside, tiles), _WARPGROUP * (1 + config.consumers), kernel.shared),
+        (
+            tensor_map(x, x_rows, _BLOCK_K),
+            tensor_map(weight, width, _BLOCK_K),
+            tensor_map(out, 64, _chunk(width)),
+            ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
+            struct.pack("iiifiiii", M, N, K, eps, config.group, config.prefetch, x_rows, beside)
+            + struct.pack(
+                "QqQQ", x.data_ptr(), x.stride(0), scale.data_ptr(), counters(stream).data_ptr() if beside else 0
+            ),
+        ),
+        stream.cuda_stream,
+    )
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    function: Any
+    shared: int
+    multiprocessors: int
+
+
+@cache
+def _kernel(config: TmaGemm, dtype: torch.dtype, activation: str | None, device: torch.device) -> _Kernel:
+    prepare(device)
+    shared = shared_bytes(config, gated=activation is not None)
+    function = load(cubin(source(config, dtype, activation), ARCHITECTURE), "deferred", shared, device)
+    return _Kernel(function, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_bytes(config: TmaGemm, *, gated: bool = False) -> int:
+    """Shared memory of one block, as `struct Shared` lays it out, with room to align it."""
+    tiles = config.stages * (config.block_m + config.block_n) * 2 * _BLOCK_K
+    staging = config.consumers * 2 * 64 * 2 * _chunk(config.block_n // (2 if gated else 1))
+    return tiles + -(-staging // 1024) * 1024 + 8 * config.block_m + 16 * config.stages + 32 + 1024
+
+
+def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -> str:
+    """The text that is compiled for one configuration."""
+    macros = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "CONSUMERS": config.consumers,
+        "STAGES": config.stages,
+        "NORM": config.norm.upper(),
+        "GATED": int(activation is not None),
+        "ACTIVATION": (activation or "linear").upper(),
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "HALF": f'"{_HALF[dtype]}"',
+    }
+    definitions = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    body = resources.files("flashnorm.kernels.cuda").joinpath("deferred.cu").read_text(encoding="utf-8")
+    return definitions + wgmma_source(config.block_n, _HALF[dtype]) + body
+
+
+def _chunk(width: int) -> int:
+    """Columns of out that are stored together: as in `deferred.cu`."""
+    return next(chunk for chunk in (64, 32, 16, 8) if width % chunk == 0)
