@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from flashnorm.checkpoint.apply import apply_plan
-from flashnorm.checkpoint.manifest import is_folded, read_manifest
+from flashnorm.checkpoint.manifest import Manifest, is_folded, read_manifest
 from flashnorm.checkpoint.plan import FoldPlan
 from flashnorm.checkpoint.readahead import reading_ahead
 from flashnorm.checkpoint.source import open_source
@@ -29,12 +29,14 @@ def fold_checkpoint(
     Compatible mode (default) keeps the gains at their identity, so that stock loaders work; `strict` removes them, for
     `flashnorm.load`. `untie` gives a tied head a weight of its own, so that the final norm can be folded as well.
     Products are taken in float32 or better and rounded once; every other byte of the folder is kept. `dst` appears
-    whole or not at all. An already folded `src` is left alone: the report repeats its manifest and `dst` is not made.
+    whole or not at all. A `src` that is folded already, in the mode that is asked for, is left alone: the report
+    repeats its manifest and `dst` is not made.
 
     Raises `Refusal` (with its subclasses) on every input that cannot be folded safely; nothing is written then.
     """
     if is_folded(src):
         manifest = read_manifest(src)
+        _refuse_other_mode(src, manifest, strict, untie)
         return FoldReport([site.norm for site in manifest.sites], dict(manifest.skipped), already_folded=True)
     source = open_source(src)
     check_output(source.folder, Path(dst))  # planning takes seconds, so an output that exists is refused before it
@@ -48,6 +50,17 @@ def fold_checkpoint(
     apply_plan(source, plan, dst, quiet=quiet)
     grown = sum(source.tensors[origin].nbytes for origin in plan.additions.values())
     return FoldReport([site.norm for site in plan.sites], dict(plan.skipped), grown_bytes=grown)
+
+
+def _refuse_other_mode(src: str | os.PathLike[str], manifest: Manifest, strict: bool, untie: bool) -> None:
+    """Whoever asks for another mode wants another folder, and would take "folded already" for having it."""
+    wanted = "strict" if strict else "compatible"
+    if manifest.mode != wanted:
+        raise Refusal(
+            f"{src} is folded already, in {manifest.mode} mode; `flashnorm unfold` it, then fold it in {wanted} mode"
+        )
+    if untie and not manifest.untied:
+        raise Refusal(f"{src} is folded already, with its head tied; `flashnorm unfold` it, then fold it with --untie")
 
 
 def _first_reason(plan: FoldPlan) -> str:

@@ -200,5 +200,5 @@ def _refuse_non_finite(file: Path, model: PreTrainedModel) -> None:
         if not torch.isfinite(value).all():
             raise CheckpointError(
                 f"{file} gives NaN or infinite values in {name!r} as {str(value.dtype).removeprefix('torch.')}; "
-                "import with --dtype fp32, or get an intact file"
+                "import with --dtype float32, or get an intact file"
             )

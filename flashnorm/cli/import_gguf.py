@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-
-class DType(str, Enum):
-    """Names of the types that a checkpoint can be written in."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
+from flashnorm.cli.options import AsJson, Dtype, Quiet, print_json, say
 
 
 def command(
-    file: Path = typer.Argument(..., help="The GGUF file; it is only read."),
-    out: Path = typer.Argument(..., help="The new checkpoint folder; it must not exist."),
-    dtype: DType = typer.Option(DType.bf16, help="Type of the weights; fp32 keeps every dequantised value."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of text."),
+    file: Annotated[Path, typer.Argument(help="The GGUF file; it is only read.")],
+    out: Annotated[Path, typer.Argument(help="The new checkpoint folder; it must not exist.")],
+    dtype: Annotated[
+        Dtype, typer.Option(help="Type of the weights; float32 keeps every dequantised value.")
+    ] = Dtype.bfloat16,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Dequantise a GGUF to a Transformers checkpoint, with its tokenizer and chat template."""
+    if quiet:
+        os.environ["TQDM_DISABLE"] = "1"  # the bars are those of Transformers, which reads this when it is imported
+    else:
+        say("import-gguf", f"opening {file}")
     import torch
 
     from flashnorm.checkpoint.gguf_import import import_gguf
 
-    dtypes = {DType.bf16: torch.bfloat16, DType.fp16: torch.float16, DType.fp32: torch.float32}
-    report = import_gguf(file, out, dtype=dtypes[dtype])
+    report = import_gguf(file, out, dtype=getattr(torch, dtype.value))
     if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
+        print_json(asdict(report))
         return
     extras = "with tokenizer" if report.tokenizer else "without a tokenizer, since the GGUF has none"
     if report.chat_template:

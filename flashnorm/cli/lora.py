@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from flashnorm.cli.options import AsJson, Quiet, TrustRemoteCode, print_json, say
 
 
 class Side(str, Enum):
@@ -26,17 +27,18 @@ def command(
         Side,
         typer.Option(help="The base that the result is for; `original` takes an adapter trained on the folded one."),
     ] = Side.folded,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model code that the base brings along.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Translate a LoRA adapter between a base and its folded form."""
+    if not quiet:
+        say("lora", f"opening {adapter}")
     from flashnorm.checkpoint.lora import translate_lora
 
     report = translate_lora(adapter, base_folded, out, to=to.value, trust_remote_code=trust_remote_code)
     if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
+        print_json(asdict(report))
         return
     typer.echo(
         f"{report.out}: an adapter for the {report.side} base; {len(report.scaled)} adapted weights scaled, "

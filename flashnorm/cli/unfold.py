@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flashnorm.cli.options import AsJson, Quiet, print_json, say
+
 
 def command(
     folder: Annotated[Path, typer.Argument(help="A folder that `flashnorm fold` wrote.")],
     out: Annotated[Path, typer.Argument(help="The checkpoint folder to write; must not exist.")],
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Put the original gains back and divide them out of the weights, to within one unit in the last place."""
     if not quiet:  # before torch, which takes seconds to load
-        print(f"unfold: opening {folder}", file=sys.stderr, flush=True)
+        say("unfold", f"opening {folder}")
     from flashnorm.checkpoint.unfold import unfold_checkpoint
 
     report = unfold_checkpoint(folder, out, quiet=quiet)
     if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
+        print_json(asdict(report))
         return
     typer.echo(
         f"{report.out}: {len(report.restored)} tensors restored, {len(report.divided)} weights divided by their gains"

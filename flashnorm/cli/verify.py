@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from enum import Enum
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, console, print_json, say
 from flashnorm.errors import CheckFailed, Refusal
-
-
-class Dtype(str, Enum):
-    """What `--dtype` takes: torch's names."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
 
 
 def command(
@@ -33,11 +25,9 @@ def command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Only recheck a folded folder's files against its manifest."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model code that the folders bring along.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check that a folded checkpoint computes what its source computes, up to rounding."""
     if hashes is not None:
@@ -63,14 +53,12 @@ def command(
         new_tokens=new_tokens,
         dtype=getattr(torch, dtype.value) if dtype else None,
         trust_remote_code=trust_remote_code,
-        progress=None if quiet else _say,
+        progress=None if quiet else partial(say, "verify"),
     )
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        print_json(report.to_dict())
     else:
-        from rich.console import Console
-
-        Console(width=None if sys.stdout.isatty() else 120).print(report_tables(report))
+        console().print(report_tables(report))
     if not report.passed:
         raise CheckFailed(f"{dst} is not {src} folded: {verdict(report)}")
     if not as_json:
@@ -84,18 +72,12 @@ def _read(path: Path) -> str:
         raise Refusal(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
-def _say(step: str) -> None:
-    print(f"verify: {step}", file=sys.stderr, flush=True)
-
-
 def _recheck_hashes(folder: Path, as_json: bool, quiet: bool) -> None:
-    from dataclasses import asdict
-
     from flashnorm.checkpoint.hashes import verify_hashes
 
     report = verify_hashes(folder, quiet=quiet)
     if as_json:
-        typer.echo(json.dumps({"passed": report.passed, **asdict(report)}, indent=2))
+        print_json({"passed": report.passed, **asdict(report)})
     else:
         for kind in ("changed", "missing", "extra"):
             for name in getattr(report, kind):

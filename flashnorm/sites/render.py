@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from flashnorm.sites.audit import AuditReport
 from flashnorm.sites.types import Site
@@ -13,11 +14,13 @@ from flashnorm.sites.types import Site
 
 def audit_table(report: AuditReport) -> Table:
     """One row for each norm: its convention, its readers, the verdict and the reason."""
-    table = Table(title=f"{report.model_type}: {len(report.sites)} norms", title_justify="left")
+    title = Text(f"{report.model_type}: {len(report.sites)} norms", style="table.title")
+    table = Table(title=title, title_justify="left")
     for column in ("norm", "convention", "readers", "verdict", "reason"):
         table.add_column(column, overflow="fold")
     for site in report.sites:
-        table.add_row(site.norm, _convention(site), _readers(site), verdict(site), site.reason)
+        cells = (site.norm, _convention(site), _readers(site), verdict(site), site.reason)
+        table.add_row(*map(Text, cells))  # as plain text: the brackets of a reason are no markup
     return table
 
 

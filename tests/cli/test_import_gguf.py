@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ def _status(*arguments: object) -> int:
 
 def test_it_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_gguf(tmp_path / "model.gguf", tiny_llama())
-    assert _status(file, tmp_path / "out", "--dtype", "fp32") == 0
+    assert _status(file, tmp_path / "out", "--dtype", "float32") == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert "95,168 parameters in float32, with tokenizer and chat template" in out
@@ -36,7 +38,17 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _status(tmp_path / "nothing.gguf", tmp_path / "out") == 2
-    error = capsys.readouterr().err
+    opening, error = capsys.readouterr().err.splitlines()
+    assert opening.startswith("import-gguf: opening ")
     assert error.startswith("flashnorm: ")
-    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_quiet_means_silence(tmp_path: Path) -> None:
+    """In a process of its own: the bars are those of Transformers, which decides about them when it is imported."""
+    file = write_gguf(tmp_path / "model.gguf", tiny_llama())
+    for options, silent in (["--quiet"], True), ([], False):
+        out = tmp_path / f"out-{silent}"
+        command = [sys.executable, "-m", "flashnorm", "import-gguf", str(file), str(out), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert (done.stderr == "") is silent, done.stderr

@@ -47,8 +47,17 @@ def test_the_other_way_warns_that_no_base_is_named(
     assert config["base_model_name_or_path"] is None
 
 
+def test_progress_goes_to_stderr_unless_quiet(
+    llama: Folded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _status(llama.adapter, llama.folded, tmp_path / "out") == 0
+    assert capsys.readouterr().err == f"lora: opening {llama.adapter}\n"
+    assert _status(llama.adapter, llama.folded, tmp_path / "quiet", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_refusal_is_one_line_and_status_2(llama: Folded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _status(llama.adapter, llama.base, tmp_path / "out") == 2
+    assert _status(llama.adapter, llama.base, tmp_path / "out", "--quiet") == 2
     error = capsys.readouterr().err
     assert error.startswith("flashnorm: ")
     assert error.count("\n") == 1

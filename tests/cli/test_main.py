@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
 import flashnorm.sites.audit
 from flashnorm import errors
-from flashnorm.cli.main import main
+from flashnorm.cli.main import app, main
 from flashnorm.version import __version__
 
 REFUSALS = [
@@ -70,3 +71,24 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{__version__}\n"
     assert status("no-such-command") == 2
     assert status("fold", str(tmp_path)) == 2
+
+
+def _commands() -> dict[str, typer.core.TyperCommand]:
+    root = typer.main.get_command(app)
+    found = {}
+    for name, command in root.commands.items():
+        found |= (
+            {f"{name} {sub}": c for sub, c in command.commands.items()}
+            if hasattr(command, "commands")
+            else {name: command}
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", _commands())
+def test_shared_options_are_called_alike_everywhere(name: str) -> None:
+    options = {option: p for p in _commands()[name].params for option in p.opts}
+    assert "--json" in options
+    assert all(p.help for p in options.values() if p.param_type_name == "option")
+    if "--dtype" in options:
+        assert {"bfloat16", "float16", "float32"} == set(options["--dtype"].type.choices)
