@@ -16,6 +16,7 @@ import flashnorm
 from examples.assets import AssetError, smollm2_gguf, sotu_text
 from examples.table import show
 from flashnorm.errors import FlashnormError
+from flashnorm.verify.report import VerifyReport
 
 # Half of what `flashnorm verify` takes by default: with two cores the whole demo stays below three minutes.
 POSITIONS, TOKENS, NEW_TOKENS = 128, 2048, 48
@@ -52,11 +53,12 @@ def main(places: Places) -> int:
     else:
         _say(f"folding it to {places.folded}")
         flashnorm.fold_checkpoint(places.source, places.folded)
-    if places.result.exists():
+    result = _read(places.result)
+    if result is not None:
         _say(f"{places.result} exists: not verified again")
     else:
-        _write(places.result, _examine(places))
-    result = json.loads(places.result.read_text())
+        result = _examine(places)
+        _write(places.result, result)
     show(result, places.folded)
     return 0 if result["verify"]["passed"] else 1
 
@@ -74,11 +76,23 @@ def _examine(places: Places) -> dict[str, Any]:
         progress=_say,
     )
     return {
-        "norms": len(audit.sites),
+        "norms": len(audit.foldable) + len(audit.blocked),
         "folded": [site.norm for site in audit.foldable],
         "skipped": audit.skipped,
         "verify": report.to_dict(),
     }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The finished result; None where there is none, or one with other figures by another version."""
+    if not path.exists():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    try:
+        VerifyReport.from_dict(result["verify"])
+    except KeyError:
+        return None
+    return result
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

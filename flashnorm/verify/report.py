@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from flashnorm.verify.greedy import GreedyPair
+from flashnorm.verify.greedy import Difference, GreedyPair
 from flashnorm.verify.perplexity import Perplexity
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,20 @@ class VerifyReport:
         table["checks"] = [{**asdict(check), "passed": check.passed} for check in self.checks]
         return _jsonable(table)
 
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> VerifyReport:
+        """The report that `to_dict` made `table` of."""
+        logits, perplexity = table["logits"], table["perplexity"]
+        return cls(
+            **{name: table[name] for name in ("reference", "candidate", "dtype", "text_dtype", "oracle_dtype")},
+            samples=table["samples"],
+            logits=None if logits is None else _of(LogitFigures, logits),
+            perplexity=None if perplexity is None else _of(Perplexity, perplexity),
+            greedy=tuple(_pair(row) for row in table["greedy"]),
+            checks=tuple(_of(Check, row) for row in table["checks"]),
+            notes=tuple(table["notes"]),
+        )
+
 
 def _jsonable(value: Any) -> Any:
     if isinstance(value, dict):
@@ -85,3 +102,14 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _pair(row: Mapping[str, Any]) -> GreedyPair:
+    difference = row["difference"]
+    return _of(GreedyPair, {**row, "difference": None if difference is None else _of(Difference, difference)})
+
+
+def _of(kind: type[T], row: Mapping[str, Any]) -> T:
+    """A dataclass from its row, "inf" and "nan" become numbers again; `passed`, which is computed, is left out."""
+    types = get_type_hints(kind)
+    return kind(**{name: float(row[name]) if types[name] is float else row[name] for name in types})

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from examples import demo
+from examples import demo, table
 from examples.demo import Places, main
 from tests.checkpoint.gguf_writing import tiny_llama, write_gguf
+from tools.readme_example import RECORD
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
 
@@ -30,7 +31,8 @@ def _state(places: Places) -> dict[str, tuple[int, int]]:
 def test_it_leaves_both_checkpoints_and_shows_one_table(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(places) == 0
     shown = capsys.readouterr().out
-    assert "perplexity on" in shown
+    assert "5 norms with a gain, 4 folded" in shown
+    assert "perplexity, " in shown
     assert "Left alone: model.norm: " in shown
     assert "The same model: yes" in shown
     assert str(places.folded) in shown
@@ -70,3 +72,26 @@ def test_a_failed_verification_is_shown(places: Places, capsys: pytest.CaptureFi
     assert "FAILED" in shown
     assert "planted" in shown
     assert "The same model: NO" in shown
+
+
+def test_a_result_of_another_version_is_made_again(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(places) == 0
+    result = json.loads(places.result.read_text())
+    del result["verify"]["logits"]["drift_ratio"]
+    places.result.write_text(json.dumps(result))
+    assert main(places) == 0
+    assert "drift_ratio" in json.loads(places.result.read_text())["verify"]["logits"]
+
+
+@pytest.mark.parametrize("text", ["[/INST]", "[red]a[0]", "[[", "[link=x]"])
+def test_generated_text_is_no_markup(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chat formats of real models have tags in brackets, which a console may take for markup, and reject."""
+    result = json.loads(RECORD.read_text())
+    pair = result["verify"]["greedy"][0]
+    pair |= {"prompt": f"p{text}", "reference": f"r{text}"}
+    result["skipped"] = {f"n{text}": f"s{text}"}
+    result["verify"]["checks"][0] |= {"value": 1.0, "meaning": f"m{text}"}
+    result["verify"]["notes"] = [f"o{text}"]
+    table.show(result, Path("folded"))
+    shown = capsys.readouterr().out
+    assert all(letter + text in shown for letter in "prnsmo")

@@ -12,6 +12,6 @@ def test_the_example_is_generated_from_its_record():
 
 def test_another_record_gives_another_example(tmp_path):
     table = json.loads(RECORD.read_text())
-    table["verify"]["logits"]["drift_ratio"] = 1.5
+    table["verify"]["logits"]["candidate_relative_error"] = 1.5
     (tmp_path / "record.json").write_text(json.dumps(table))
     assert rendered(tmp_path / "record.json") != rendered()

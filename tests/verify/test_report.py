@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 import flashnorm
+from flashnorm.verify.perplexity import Perplexity
 from flashnorm.verify.render import report_tables, verdict
 from flashnorm.verify.report import Check, VerifyReport
 from tests.verify.faults import folded_twice
@@ -49,6 +50,18 @@ def test_the_json_form(passed: VerifyReport, failed: VerifyReport) -> None:
     assert table["checks"][1].keys() == {"name", "value", "bound", "meaning", "passed"}
     assert len(table["greedy"]) == 4
     assert failed.to_dict()["passed"] is False
+
+
+def test_the_json_form_becomes_the_report_again(passed: VerifyReport, failed: VerifyReport) -> None:
+    broken = dataclasses.replace(failed, checks=(Check("x", math.inf, -math.inf, ""),))
+    empty = dataclasses.replace(passed, logits=None, perplexity=None, greedy=(), notes=("nan",))
+    text = dataclasses.replace(passed, perplexity=Perplexity(1.0, 2.0, 1.0, 3))
+    for report in (passed, failed, broken, empty, text):
+        assert VerifyReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    [check] = VerifyReport.from_dict(
+        dataclasses.replace(passed, checks=(Check("x", math.nan, 1, ""),)).to_dict()
+    ).checks
+    assert math.isnan(check.value)
 
 
 def test_figures_that_json_has_no_number_for(passed: VerifyReport) -> None:
