@@ -416,9 +416,19 @@ def test_the_identity_map_is_that_of_the_whole_norm():
     assert algebra.least_channels(torch.tensor([1, 0]), 2).tolist() == [1, 0]
 
 
-def test_one_plus_is_added_in_fp32_and_laid_out_by_channels():
-    assert algebra.gain_factor(torch.tensor([2.0**-10], dtype=torch.bfloat16), 1.0).item() == 1 + 2.0**-10
-    assert algebra.gain_factor(torch.tensor([[2.0], [3.0]]), 0.0, torch.tensor([1, -1, 0])).tolist() == [3.0, 1.0, 2.0]
+def test_one_plus_is_added_in_fp32():
+    weight = torch.tensor([2.0**-7, -1.0], dtype=torch.bfloat16)
+    assert algebra.gain_factor(weight, 1.0).dtype == torch.float32
+    assert algebra.gain_factor(weight, 1.0).tolist() == [1 + 2.0**-7, 0.0]
+    tiny = torch.tensor([2.0**-10], dtype=torch.bfloat16)
+    assert algebra.gain_factor(tiny, 1.0).item() == 1 + 2.0**-10  # bf16 would have lost it
+    assert algebra.gain_factor(torch.tensor([2.0**-40], dtype=torch.float64), 1.0).item() == 1 + 2.0**-40
+
+
+def test_channels_pick_repeat_and_leave_alone():
+    weight = torch.tensor([3.0, 5.0, 7.0])
+    factor = algebra.gain_factor(weight, 0.0, torch.tensor([2, 2, -1, 0], dtype=torch.int32))
+    assert factor.tolist() == [7.0, 7.0, 1.0, 3.0]
 
 
 def test_fp16_squares_do_not_overflow():

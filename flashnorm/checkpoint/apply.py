@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flashnorm.checkpoint.changes import Addition, Changes
 from flashnorm.checkpoint.engine import transform
 from flashnorm.checkpoint.foreign import other_weights
 from flashnorm.checkpoint.gains import SIDECAR, sidecar
 from flashnorm.checkpoint.manifest import MANIFEST, FileRecord, Manifest, manifest_bytes
-from flashnorm.checkpoint.plan import FoldPlan
+from flashnorm.checkpoint.plan import FoldPlan, changed
 from flashnorm.checkpoint.source import CONFIG, Source
 from flashnorm.checkpoint.staging import write_file
 from flashnorm.checkpoint.stream import Sums
@@ -75,13 +73,7 @@ def _config_text(source: Source) -> str:
 
 
 def _new_config(source: Source, config_changes: Mapping[tuple[str, ...], object]) -> bytes | None:
-    """The text of `config.json` with the changes in it, keys in their old order; None where there are none."""
+    """The text of `config.json` with the changes in it; None where there are none."""
     if not config_changes:
         return None
-    config = copy.deepcopy(source.config)
-    for path, value in config_changes.items():
-        table: dict[str, Any] = config
-        for key in path[:-1]:
-            table = table[key]
-        table[path[-1]] = value
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(changed(source.config, config_changes), indent=2, ensure_ascii=False) + "\n").encode()

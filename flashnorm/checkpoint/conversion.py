@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from flashnorm.algebra import least_channels
 from flashnorm.errors import CheckpointError
 
 
@@ -35,6 +36,19 @@ class Placement:
     parameter: str
     shape: tuple[int, ...]  # of the parameter
     axes: dict[int, tuple[int, torch.Tensor | None]]
+
+    def to_stored(self, axis: int, line: torch.Tensor, rest: int) -> torch.Tensor:
+        """What a line along the parameter's `axis` says of each stored position; `rest` where that lies elsewhere."""
+        positions = self.axes[axis][1]
+        return line if positions is None else torch.where(positions >= 0, line[positions.clamp(min=0)], rest)
+
+    def to_parameter(self, axis: int, line: torch.Tensor, rest: int) -> torch.Tensor:
+        """What a line along the stored axis says of each position of the parameter's `axis`; `rest` where nothing."""
+        positions = self.axes[axis][1]
+        where = torch.arange(len(line)) if positions is None else positions
+        found = torch.full((self.shape[axis],), rest, dtype=line.dtype)
+        found[where[where >= 0]] = line[where >= 0]
+        return found
 
 
 def placements(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Placement]]:
@@ -122,16 +136,23 @@ class _Loader:
     ) -> dict[str, tuple[list[Placement], ...]]:
         """Per pattern, the placements of each tensor of its list.
 
-        A list is a stack of experts as a rule, all treated alike; where the first and the last are not (two kinds of
-        experts in one list), each is looked at.
+        A list is a stack of experts as a rule. Those that differ in their numbers alone are treated alike, unless the
+        first, the middle and the last of them are not: then each is looked at.
         """
         learned: dict[str, tuple[list[Placement], ...]] = {}
         for pattern, names in sources.items():
-            first, last = (self._place(converter, target, sources, name) for name in (names[0], names[-1]))
-            if _alike(first, last) and len({self.shapes[name] for name in names}) == 1:
-                learned[pattern] = (first,) * len(names)
-            else:
-                learned[pattern] = tuple(self._place(converter, target, sources, name) for name in names)
+            kinds: dict[Any, list[str]] = defaultdict(list)
+            for name in names:
+                kinds[re.sub(r"\d+", "#", name), self.shapes[name]].append(name)
+            found: dict[str, list[Placement]] = {}
+            for alike in kinds.values():
+                samples = {name: self._place(converter, target, sources, name) for name in _samples(alike)}
+                first = samples[alike[0]]
+                if all(_alike(first, other) for other in samples.values()):
+                    found.update(dict.fromkeys(alike, first))
+                else:
+                    found.update({name: self._place(converter, target, sources, name) for name in alike})
+            learned[pattern] = tuple(found[name] for name in names)
         return learned
 
     def _place(self, converter: Any, target: str, sources: dict[str, list[str]], name: str) -> list[Placement]:
@@ -186,6 +207,10 @@ def _stand_in(shape: list[int], axis: int | None) -> torch.Tensor:
     return numbers.view([-1 if d == axis else 1 for d in range(len(shape))]).expand(shape)
 
 
+def _samples(names: list[str]) -> set[str]:
+    return {names[0], names[len(names) // 2], names[-1]}
+
+
 def _alike(a: list[Placement], b: list[Placement]) -> bool:
     """Both lie in the same parameters in the same way."""
 
@@ -220,8 +245,7 @@ def _axis_of(landed: torch.Tensor, length: int) -> tuple[int, torch.Tensor | Non
         positions[line[taken].long() - 1] = taken
         if len(torch.unique(line[taken])) != len(taken):
             continue
-        same = len(line) == length and positions.equal(torch.arange(length))
-        return axis, None if same else positions
+        return axis, least_channels(positions, len(line))
     return None
 
 

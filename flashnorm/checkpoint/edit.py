@@ -11,6 +11,7 @@ from math import prod
 
 import torch
 
+from flashnorm.algebra import product_dtype
 from flashnorm.checkpoint.blocks import Block, block_factor, block_shape
 from flashnorm.checkpoint.header import TensorInfo
 from flashnorm.checkpoint.plan import Scale, Shift, TensorEdit
@@ -21,17 +22,12 @@ from flashnorm.errors import CheckpointError
 # are both about a third slower.
 BLOCK_ELEMENTS = 256 * 1024
 
-_WORK = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-}
+_SCALABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
 def check_scales(name: str, info: TensorInfo, scales: Sequence[Scale]) -> None:
     """Raise `CheckpointError` where a factor does not fit the tensor, or holds a NaN or an infinity."""
-    if scales and info.dtype not in _WORK:
+    if scales and info.dtype not in _SCALABLE:
         raise CheckpointError(f"{name!r} is stored as {info.code}, and only floating-point weights can be scaled")
     for scale in scales:
         _check(name, info, scale)
@@ -44,9 +40,7 @@ class Scaler:
         self.name = name
         self.shape = info.shape
         self.dtype = info.dtype
-        # One fp32 product is rounded once; a second one needs room for the first to be exact.
-        single = len(scales) == 1 or info.dtype != torch.float32
-        self._work = _WORK[info.dtype] if single else torch.float64
+        self._work = product_dtype(info.dtype, (scale.factor.dtype for scale in scales))
         self._scales = [(scale, scale.factor.to(self._work)) for scale in scales]
         self._scratch = torch.empty(min(info.numel, BLOCK_ELEMENTS), dtype=self._work)
 
@@ -96,7 +90,9 @@ def rewritten(source: Source, name: str, info: TensorInfo, edit: TensorEdit) -> 
 def _replacement(name: str, info: TensorInfo, tensor: torch.Tensor) -> torch.Tensor:
     if tuple(tensor.shape) != info.shape:
         raise CheckpointError(f"{name!r} is stored as {list(info.shape)}, not as {list(tensor.shape)}")
-    return tensor.to(info.dtype).contiguous()
+    new = tensor.to(info.dtype).contiguous()
+    _refuse_overflow(name, tensor, new)
+    return new
 
 
 def _shift(source: Source, name: str, info: TensorInfo, shift: Shift) -> torch.Tensor:
@@ -142,6 +138,6 @@ def _refuse_overflow(name: str, source: torch.Tensor, out: torch.Tensor) -> None
     lost = torch.isfinite(source) & ~torch.isfinite(out)
     if lost.any():
         raise CheckpointError(
-            f"{name!r} does not fit its dtype once the gain is multiplied in: {source[lost][0].item():g} becomes "
+            f"{name!r} does not fit its dtype any more: {source[lost][0].item():g} becomes "
             f"{out[lost][0].item():g} in {out.dtype}; store the model as bfloat16 or float32 first"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from flashnorm.algebra import gain_of
+from flashnorm.algebra import gain_of, least_channels
 from flashnorm.checkpoint.conversion import Placement, placements
 from flashnorm.checkpoint.gains import SIDECAR, read_gains
 from flashnorm.checkpoint.manifest import Manifest, SiteRecord, read_manifest
@@ -170,11 +170,10 @@ def laid_out(shape: tuple[int, ...], parts: list[tuple[Weight, Placement]]) -> t
             places[gain.norm, axes[0]] = gain
     found = []
     for (norm, axis), gain in places.items():
-        line = _merged((_line(shape, axis, norm, *part) for part in parts), shape[axis])
+        line = _merged((_line(axis, norm, *part) for part in parts), shape[axis])
         if line is None:
             return None
-        identity = line.equal(torch.arange(len(gain.values)))
-        found.append(replace(gain, axis=axis, channels=None if identity else line))
+        found.append(replace(gain, axis=axis, channels=least_channels(line, len(gain.values))))
     return tuple(found)
 
 
@@ -188,21 +187,18 @@ def _merged(lines: Iterable[torch.Tensor | None], length: int) -> torch.Tensor |
     return merged.clamp(min=-1)
 
 
-def _line(shape: tuple[int, ...], axis: int, norm: str, weight: Weight, piece: Placement) -> torch.Tensor | None:
+def _line(axis: int, norm: str, weight: Weight, piece: Placement) -> torch.Tensor | None:
     """What one stored part says of every position along a parameter's axis: its channel of `norm`, -1, or `_UNSEEN`."""
     if axis not in piece.axes:
         return None
-    stored_axis, positions = piece.axes[axis]
+    stored_axis = piece.axes[axis][0]
     gain = next((g for g in weight.gains or () if (g.norm, g.axis) == (norm, stored_axis)), None)
     length = weight.shape[stored_axis]
     if gain is None:
         channels = torch.full((length,), -1)
     else:
         channels = torch.arange(length) if gain.channels is None else gain.channels
-    positions = torch.arange(length) if positions is None else positions
-    line = torch.full((shape[axis],), _UNSEEN)
-    line[positions[positions >= 0]] = channels[positions >= 0]
-    return line
+    return piece.to_parameter(axis, channels, _UNSEEN)
 
 
 def _whole_shift(parts: list[tuple[Weight, Placement]]) -> torch.Tensor | None:

@@ -10,26 +10,13 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from flashnorm.algebra import gain_factor
 from flashnorm.checkpoint.manifest import Manifest, Reader, SiteRecord
 from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale
 from flashnorm.checkpoint.source import Source
 from flashnorm.errors import CheckpointError
 
 SIDECAR = "flashnorm.gains"
-
-
-def gain_factor(weight: torch.Tensor, offset: float, channels: torch.Tensor | None = None) -> torch.Tensor:
-    """The factors that a norm's stored weight puts on a reader's axis: `offset + weight`, in fp32 (fp64 for fp64).
-
-    `weight`: (channels of the norm,). `channels`: (length of the axis,) integers, -1 for a position that the gain does
-    not reach, or None where both lie alike. Returns (length of the axis,). Folding and unfolding both take it from
-    here, so that they use the same number.
-    """
-    work = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    gain = offset + weight.reshape(-1).to(work)
-    if channels is None:
-        return gain
-    return torch.where(channels >= 0, gain[channels.clamp(min=0).long()], torch.ones((), dtype=work))
 
 
 def sidecar(source: Source, plan: FoldPlan) -> tuple[bytes, tuple[SiteRecord, ...], tuple[str, ...]]:

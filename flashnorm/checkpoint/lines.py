@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from flashnorm.algebra import least_channels
 from flashnorm.checkpoint.conversion import Placement
+from flashnorm.sites.shadow import PLAIN, Numbering
 from flashnorm.sites.types import Consumer, Site
 
 Homes = Mapping[str, list[tuple[str, Placement]]]  # parameter -> the stored tensors it is made of
 _Reading = tuple[Site, Consumer]
 
-_ABSENT, _PLAIN = -1, 0  # position not looked at; no gain. Gain channels are numbered from 1.
+_ABSENT = -1  # a position that has not been looked at; otherwise PLAIN, or the code of a gain channel
 
 
 class Misfit(Exception):
@@ -58,44 +60,35 @@ def lines_of(sites: Iterable[Site], homes: Homes) -> dict[str, tuple[Line, ...]]
 
 def _lines_on(stored: str, pieces: list[tuple[Placement, list[_Reading]]]) -> tuple[Line, ...]:
     """Number the gain channels of all sites that this tensor meets, and lay every parameter in it along its axes."""
-    starts: dict[str, tuple[int, Site]] = {}
-    end = 1
-    for _, readings in pieces:
-        for site, _ in readings:
-            if site.norm not in starts:
-                starts[site.norm] = (end, site)
-                end += site.width
+    numbering = Numbering()
+    widths = {site.norm: site.width for _, readings in pieces for site, _ in readings}
     merged: dict[int, torch.Tensor] = {}
     for piece, readings in pieces:
         for site, consumer in readings:
             if consumer.axis not in piece.axes:
                 raise Misfit(site.norm, f"its reader {consumer.weight} is rearranged in {stored}: no axis follows it")
-        for parameter_axis, (axis, positions) in piece.axes.items():
-            line = _line(piece.shape[parameter_axis], parameter_axis, readings, starts)
-            if positions is not None:
-                line = torch.where(positions >= 0, line[positions.clamp(min=0)], _ABSENT)
+        for parameter_axis, (axis, _) in piece.axes.items():
+            line = _line(piece.shape[parameter_axis], parameter_axis, readings, numbering)
+            line = piece.to_stored(parameter_axis, line, _ABSENT)
             before = merged.get(axis, torch.full_like(line, _ABSENT))
             if ((before != line) & (before != _ABSENT) & (line != _ABSENT)).any():
-                norm = next(iter(starts))
-                raise Misfit(norm, f"its readers are stored in {stored} together with weights that it does not feed")
+                raise Misfit(
+                    next(iter(widths)),
+                    f"its readers are stored in {stored} together with weights that it does not feed",
+                )
             merged[axis] = torch.where(before == _ABSENT, line, before)
     return tuple(
-        Line(axis, norm, _channels(line, start, site.width))
+        Line(axis, norm, least_channels(numbering.channels_of(norm, line), widths[norm]))
         for axis, line in merged.items()
-        for norm, (start, site) in starts.items()
-        if ((line >= start) & (line < start + site.width)).any()
+        for norm in numbering.norms_in(line)
     )
 
 
-def _line(length: int, axis: int, readings: list[_Reading], starts: dict[str, tuple[int, Site]]) -> torch.Tensor:
-    line = torch.full((length,), _PLAIN, dtype=torch.int64)
+def _line(length: int, axis: int, readings: list[_Reading], numbering: Numbering) -> torch.Tensor:
+    line = torch.full((length,), PLAIN, dtype=torch.int32)
     for site, consumer in readings:
+        codes = numbering.codes(site.norm, site.width)
         if consumer.axis == axis:
             channels = torch.arange(length) if consumer.channels is None else consumer.channels
-            line = torch.where(channels >= 0, channels + starts[site.norm][0], line)
+            line = torch.where(channels >= 0, codes[channels.clamp(min=0)], line)
     return line
-
-
-def _channels(line: torch.Tensor, start: int, width: int) -> torch.Tensor | None:
-    channels = torch.where((line >= start) & (line < start + width), line - start, -1)
-    return None if channels.equal(torch.arange(len(channels))) else channels

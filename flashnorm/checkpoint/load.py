@@ -11,6 +11,7 @@ from torch import nn
 from flashnorm.checkpoint.manifest import Manifest, is_folded, read_manifest
 from flashnorm.errors import CheckpointError
 from flashnorm.sites.build import model_class, read_config
+from flashnorm.sites.tying import tied_groups
 
 
 def load(folder: str | os.PathLike[str], *, trust_remote_code: bool = False, **options: Any) -> nn.Module:
@@ -31,14 +32,17 @@ def load(folder: str | os.PathLike[str], *, trust_remote_code: bool = False, **o
 
 
 def _set_identity(model: nn.Module, manifest: Manifest, missing: set[str]) -> None:
-    """The gains that strict mode removed become one, whatever the loader put in their place."""
-    gains = dict(model.named_parameters(remove_duplicate=False))
+    """The gains that strict mode removed become one, whatever the loader put in their place.
+
+    Norms that share a gain are one site, under the name of the first; the loader misses it under each of its names.
+    """
+    groups = {name: group for group in tied_groups(model) for name in group}
     for site in manifest.sites:
         own = [n for n in missing if n.rpartition(".")[0] == site.norm]
         if len(own) != 1:
             raise CheckpointError(f"{site.norm} should lack exactly its gain, but the loader misses {own or 'nothing'}")
         with torch.no_grad():
-            gains[own[0]].fill_(1.0 - site.offset)
-        missing.discard(own[0])
+            model.get_parameter(own[0]).fill_(1.0 - site.offset)
+        missing.difference_update(groups[own[0]])
     if missing:
         raise CheckpointError(f"the folder lacks {sorted(missing)[0]} and {len(missing) - 1} more; it is damaged")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
+
+# How `config.json` says that a checkpoint lacks its gains: loaders that do not know the mark would set them at random.
+STRICT_MARK: Mapping[tuple[str, ...], object] = MappingProxyType({("flashnorm",): {"mode": "strict"}})
 
 
 @dataclass(frozen=True)
@@ -20,8 +27,8 @@ class Scale:
 class Shift:
     """Add `weight @ vector` to a stored bias: a norm's bias that moves into the next linear's.
 
-    `weight` names a stored matrix (out, in) as it stands in the *source*, or a stack of them; `vector`: fp32, (in,).
-    What remains of the weight's shape without `axis` is the bias's shape.
+    `weight` names a stored matrix (out, in) as it stands in the *source*, or a stack of them; `vector`: (in,), fp32 or
+    fp64. What remains of the weight's shape without `axis` is the bias's shape.
     """
 
     weight: str
@@ -64,3 +71,14 @@ class FoldPlan:
     mode: str  # "compatible" or "strict"
     untied: bool = False
     config_changes: dict[tuple[str, ...], object] = field(default_factory=dict)  # path into config.json -> new value
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[tuple[str, ...], object]) -> dict[str, Any]:
+    """`config` with the changes of a plan in it, keys in their old order; nested tables that it lacks are made."""
+    new = copy.deepcopy(dict(config))
+    for path, value in changes.items():
+        table = new
+        for key in path[:-1]:
+            table = table.setdefault(key, {})
+        table[path[-1]] = value
+    return new

@@ -9,7 +9,6 @@ import torch
 
 from flashnorm import algebra
 from flashnorm.checkpoint.conversion import Placement
-from flashnorm.checkpoint.gains import gain_factor
 from flashnorm.checkpoint.lines import Homes, Line, Misfit, lines_of
 from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import Source
@@ -42,13 +41,16 @@ def plan_fold(
     placed: dict[str, list[Placement]],
     *,
     strict: bool = False,
+    untied: bool = False,
     additions: dict[str, str] | None = None,
     config_changes: dict[tuple[str, ...], object] | None = None,
 ) -> FoldPlan:
     """The plan for folding every foldable site of `report` in the checkpoint `source`.
 
-    `placed`: where each stored tensor goes (`conversion.placements`), the additions among them. A site whose readers
-    are stored in a way that cannot be scaled is skipped with the reason. Raises `Refusal` on broken gains.
+    `placed`: where each stored tensor goes (`conversion.placements`), the additions among them. `untied`: the report is
+    that of the model with its head untied, whether or not the head had a copy of its own (`additions`) to get. A site
+    whose readers are stored in a way that cannot be scaled is skipped with the reason. Raises `Refusal` on broken
+    gains.
     """
     skipped = dict(report.skipped)
     homes = _homes(report, placed)
@@ -65,7 +67,7 @@ def plan_fold(
         sites=_records(chosen, lines),
         skipped=skipped,
         mode="strict" if strict else "compatible",
-        untied=bool(additions),
+        untied=untied,
         config_changes=config_changes or {},
     )
 
@@ -85,13 +87,23 @@ def _read(source: Source, site: Site, homes: Homes) -> _Stored:
     for consumer in site.consumers:
         if consumer.weight not in homes:
             raise Misfit(site.norm, f"its reader {consumer.weight} is not stored in the checkpoint")
-    weight = source.read(gain_names[0])
-    bias = source.read(bias_names[0]) if bias_names else None
+    weight = _read_copies(source, site, gain_names)
+    bias = _read_copies(source, site, bias_names) if bias_names else None
     shift_moves = bias is not None and moves_shift(site) and _stored_plainly(site, homes)
     problem = value_problem(site, weight, bias, shift_moves)
     if problem is not None:
         raise Misfit(site.norm, problem)
     return _Stored(site, gain_names, bias_names, weight, bias, shift_moves)
+
+
+def _read_copies(source: Source, site: Site, names: tuple[str, ...]) -> torch.Tensor:
+    """A tensor that is stored under each of `names`. The loader ties copies only where they are equal."""
+    first = source.read(names[0])
+    for other in names[1:]:
+        copied = source.read(other)
+        if copied.dtype != first.dtype or not copied.equal(first):
+            raise Misfit(site.norm, f"it is stored as {names[0]} and as {other}, which differ")
+    return first
 
 
 def _whole(homes: Homes, site: Site, parameter: str | None, what: str) -> tuple[str, ...]:
@@ -140,11 +152,8 @@ def _edits(chosen: dict[str, _Stored], lines: _Lines, homes: Homes, strict: bool
         if stored.shift_moves:
             for consumer in stored.site.consumers:
                 weight, bias = homes[consumer.weight][0][0], homes[consumer.bias or ""][0][0]
-                shifts[bias].append(
-                    Shift(
-                        weight, algebra.spread(stored.bias.float().reshape(-1), consumer.channels, 0.0), consumer.axis
-                    )
-                )
+                wide = algebra.gain_of(stored.bias.reshape(-1))
+                shifts[bias].append(Shift(weight, algebra.spread(wide, consumer.channels, 0.0), consumer.axis))
     for bias, vectors in shifts.items():
         edits[bias] = TensorEdit(scales=edits[bias].scales if bias in edits else (), shifts=tuple(vectors))
     return edits
@@ -159,7 +168,7 @@ def _scales(lines: tuple[Line, ...], chosen: dict[str, _Stored]) -> tuple[Scale,
     by_axis: dict[int, torch.Tensor] = {}
     for line in lines:
         stored = chosen[line.norm]
-        factor = gain_factor(stored.weight, _offset(stored), line.channels)
+        factor = algebra.gain_factor(stored.weight, _offset(stored), line.channels)
         by_axis[line.axis] = by_axis[line.axis] * factor if line.axis in by_axis else factor
     return tuple(Scale(axis, factor) for axis, factor in by_axis.items())
 

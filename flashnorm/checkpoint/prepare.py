@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.conversion import placements, stored_name
-from flashnorm.checkpoint.plan import FoldPlan
+from flashnorm.checkpoint.plan import STRICT_MARK, FoldPlan, changed
 from flashnorm.checkpoint.planner import plan_fold
 from flashnorm.checkpoint.source import Source
 from flashnorm.errors import Refusal
 from flashnorm.sites.audit import report_of, trace_fully
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.tracing import Trace
-from flashnorm.sites.tying import tie_flags, untie_head, without_ties
+from flashnorm.sites.tying import has_tied_head, tie_flags, tied_groups, untie_head
 
 
 def make_plan(
@@ -27,35 +27,61 @@ def make_plan(
     changes: dict[tuple[str, ...], object] = {}
     shapes = {name: tuple(info.shape) for name, info in source.tensors.items()}
     if untie:
-        additions, changes = _untie(source, model, config)
+        changes = tie_flags(config, source.config)
+        apart = hollow_model(type(config).from_dict(changed(source.config, changes)), trust_remote_code)
+        additions = _copies(source, model, apart, shapes)
         shapes.update({name: shapes[origin] for name, origin in additions.items()})
+        untie_head(model)
     record = trace_fully(model)
     if untie:
-        _refuse_another_function(source, record, hollow_model(without_ties(config), trust_remote_code))
+        _refuse_another_function(source, record, apart)
     report = report_of(model, record)
     placed = placements(model, shapes)
     if strict:
-        changes[("flashnorm",)] = {"mode": "strict"}
-    return plan_fold(source, report, placed, strict=strict, additions=additions, config_changes=changes)
+        changes |= STRICT_MARK
+    return plan_fold(source, report, placed, strict=strict, untied=untie, additions=additions, config_changes=changes)
 
 
-def _untie(source: Source, model: PreTrainedModel, config: Any) -> tuple[dict[str, str], dict[tuple[str, ...], object]]:
-    """Untie `model` in place; the stored tensors to add (name -> copied from) and the tie flags to change."""
-    heads = untie_head(model)
-    if not heads:
+def _copies(
+    source: Source, tied: PreTrainedModel, apart: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """The tensors to add so that the model with its tie flags off finds all its weights: name -> copied from.
+
+    A tied checkpoint may store the weight under any of its names; whichever are missing become copies of that one.
+    Raises `Refusal` where nothing is tied, or none of the names is stored.
+    """
+    groups = tied_groups(tied)
+    if not has_tied_head(tied):
         raise Refusal(f"{source.folder} has no tied head, so there is nothing to untie; leave --untie out")
-    placed = placements(model, {name: tuple(info.shape) for name, info in source.tensors.items()})
-    homes = {piece.parameter: name for name, pieces in placed.items() for piece in pieces}
-    additions = {stored_name(model, head): homes[embedding] for head, embedding in heads.items() if head not in homes}
-    return additions, tie_flags(config)
+    together = {name: group for group in groups for name in group if len(group) > 1}
+    homes = _homes(tied, shapes)
+    there = _homes(apart, shapes)
+    found = {}
+    for names in tied_groups(apart):
+        tied_to = next((together[name] for name in names if name in together), [])
+        if not tied_to or any(name in there for name in names):
+            continue
+        origin = next((homes[name] for name in tied_to if name in homes), None)
+        if origin is None:
+            raise Refusal(
+                f"{source.folder} stores neither {names[0]} nor anything that it is tied to, so it cannot be untied; "
+                "restore the missing weight"
+            )
+        found[stored_name(apart, names[0])] = origin
+    return found
 
 
-def _refuse_another_function(source: Source, tied: Trace, untied: PreTrainedModel) -> None:
+def _homes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Parameter -> the stored tensor that it is loaded from."""
+    return {piece.parameter: name for name, pieces in placements(model, shapes).items() for piece in pieces}
+
+
+def _refuse_another_function(source: Source, tied: Trace, apart: PreTrainedModel) -> None:
     """Some models stay tied whatever the flag says, or compute something else when it is off: do not untie those."""
-    kept = untie_head(untied)
-    if kept or trace_fully(untied).operations != tied.operations:
+    kept = has_tied_head(apart)
+    if kept or trace_fully(apart).operations != tied.operations:
         what = "stays tied" if kept else "computes something else"
         raise Refusal(
-            f"{source.folder}: {type(untied).__name__} {what} when tie_word_embeddings is off, so its head cannot be "
+            f"{source.folder}: {type(apart).__name__} {what} when tie_word_embeddings is off, so its head cannot be "
             "untied; leave --untie out"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,7 @@ def untie_head(model: nn.Module) -> dict[str, str]:
     Returns head parameter name -> embedding parameter name; empty when nothing was tied.
     """
     untied = {}
-    for names in tied_groups(model):
-        embeddings = [n for n in names if isinstance(_owner(model, n), nn.Embedding)]
-        heads = [n for n in names if n not in embeddings]
-        if not embeddings or not heads:
-            continue
+    for embeddings, heads in _tied_heads(model):
         for head in heads:
             owner, own_name = _owner(model, head), head.rpartition(".")[2]
             shared = owner.get_parameter(own_name)
@@ -38,37 +34,38 @@ def untie_head(model: nn.Module) -> dict[str, str]:
     return untied
 
 
-def tie_flags(config: Any) -> dict[tuple[str, ...], object]:
+def has_tied_head(model: nn.Module) -> bool:
+    """Whether any head shares its weight with an embedding."""
+    return any(True for _ in _tied_heads(model))
+
+
+def _tied_heads(model: nn.Module) -> Iterator[tuple[list[str], list[str]]]:
+    """Of every weight that embeddings and heads share: the names of the embeddings, and those of the heads."""
+    for names in tied_groups(model):
+        embeddings = [name for name in names if isinstance(_owner(model, name), nn.Embedding)]
+        heads = [name for name in names if name not in embeddings]
+        if embeddings and heads:
+            yield embeddings, heads
+
+
+def tie_flags(config: Any, stored: Mapping[str, Any]) -> dict[tuple[str, ...], object]:
     """Every place in `config.json` that says the head is tied, with the value that says it is not.
 
     The flag sits at the top level, in nested configs, or nowhere (a class default); the loader reads all of them.
+    `config`: the config object, defaults included. `stored`: what `config.json` holds. A nested config that it leaves
+    out is left out here too: with the flag alone in it, it would lose the values that its class derives otherwise.
     """
-    table = config.to_dict()
     changes: dict[tuple[str, ...], object] = {("tie_word_embeddings",): False}
 
-    def visit(part: Any, path: tuple[str, ...]) -> None:
+    def visit(part: Any, there: Any, path: tuple[str, ...]) -> None:
         for key, value in part.items():
             if key == "tie_word_embeddings" and value:
                 changes[(*path, key)] = False
-            elif isinstance(value, dict):
-                visit(value, (*path, key))
+            elif isinstance(value, dict) and isinstance(there.get(key), dict):
+                visit(value, there[key], (*path, key))
 
-    visit(table, ())
+    visit(config.to_dict(), stored, ())
     return changes
-
-
-def without_ties(config: Any) -> Any:
-    """The config as it reads back from `config.json` once every tie flag there is off.
-
-    Some config classes derive other settings from the flag, or ignore it, so setting the attribute is not the same.
-    """
-    table = copy.deepcopy(config.to_dict())
-    for path, value in tie_flags(config).items():
-        part = table
-        for key in path[:-1]:
-            part = part[key]
-        part[path[-1]] = value
-    return type(config).from_dict(table)
 
 
 def _owner(model: nn.Module, parameter: str) -> nn.Module:

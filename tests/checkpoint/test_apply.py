@@ -93,7 +93,7 @@ def test_strict(tmp_path, shards):
     folder = write_checkpoint(tmp_path / "source", shards=shards)
     out = fold(folder, tmp_path / "out", strict=True)
     assert set(out.tensors) == set(random_weights()) - set(GAINS)
-    assert out.config == {**json.loads((folder / "config.json").read_text()), "flashnorm": {"strict": True}}
+    assert out.config == {**json.loads((folder / "config.json").read_text()), "flashnorm": {"mode": "strict"}}
     assert list(out.config) == ["model_type", "rms_norm_eps", "flashnorm"]
     manifest = read_manifest(tmp_path / "out")
     assert manifest.mode == "strict"

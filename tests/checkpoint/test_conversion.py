@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from flashnorm.checkpoint.conversion import placements, stored_name
+from flashnorm.checkpoint.conversion import Placement, _Loader, placements, stored_name
 from flashnorm.errors import CheckpointError
 from tests import zoo
 
@@ -76,3 +76,36 @@ def test_numbers_survive_axes_longer_than_sixteen_bits():
     landed = _stand_in([70_000, 2], 0).transpose(0, 1).contiguous()
     assert _axis_of(landed, 70_000) == (1, None)
     assert _axis_of(torch.zeros(3, 4, dtype=torch.int32), 4) is None
+
+
+class _Stub(_Loader):
+    """Places every tensor as told, and keeps the names that it was asked for."""
+
+    def __init__(self, placed):
+        self.placed, self.shapes, self.asked = placed, dict.fromkeys(placed, (2, 2)), []
+
+    def _place(self, converter, target, sources, name):
+        self.asked.append(name)
+        return [Placement("experts", (9, 2, 2), {2: (self.placed[name], None)})]
+
+
+def learned(placed):
+    loader = _Stub(placed)
+    (found,) = loader._learn(None, "experts", {"pattern": list(placed)}).values()
+    return [pieces[0].axes[2][0] for pieces in found], len(set(loader.asked))
+
+
+def test_experts_that_differ_in_their_numbers_alone_are_learned_from_three():
+    assert learned({f"experts.{n}.w": 1 for n in range(9)}) == ([1] * 9, 3)
+
+
+@pytest.mark.parametrize("odd", [0, 4, 8])
+def test_a_first_middle_or_last_expert_that_is_laid_out_otherwise_has_all_looked_at(odd):
+    axes = [int(n != odd) for n in range(9)]
+    assert learned({f"experts.{n}.w": axis for n, axis in enumerate(axes)}) == (axes, 9)
+
+
+def test_another_kind_of_expert_within_a_list_is_learned_on_its_own():
+    axes = [1, 1, 0, 1, 1, 1, 1]
+    names = [f"experts.{n}.w" if axis else "experts.shared.w" for n, axis in enumerate(axes)]
+    assert learned(dict(zip(names, axes, strict=True)))[0] == axes

@@ -172,6 +172,13 @@ def test_fill_and_replace(source):
         rewrite(source, "linear.bias", replace=torch.arange(5.0))
 
 
+def test_a_replacement_that_overflows(source):
+    with pytest.raises(CheckpointError, match=r"'half\.bias' does not fit its dtype"):
+        rewrite(source, "half.bias", replace=torch.tensor([1.0] * 5 + [1e5]))
+    kept = rewrite(source, "half.bias", replace=torch.tensor([1.0] * 5 + [float("inf")]))  # it was there before
+    assert kept[5] == float("inf")
+
+
 @pytest.mark.parametrize(("weight", "axis"), [("linear.weight", -1), ("linear.weight", 1), ("conv1d.weight", 0)])
 @pytest.mark.parametrize("step", [4, BLOCK_ELEMENTS])
 def test_a_norms_bias_moves_into_the_next(source, monkeypatch, weight, axis, step):

@@ -18,15 +18,22 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MBartConfig,
+    MBartForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import flashnorm
 from flashnorm.checkpoint.fold import fold_checkpoint
+from flashnorm.checkpoint.manifest import read_manifest
+from flashnorm.checkpoint.unfold import unfold_checkpoint
 from flashnorm.errors import CheckpointError, ConfigError, Refusal
+from tests import zoo
 
 IDS = torch.arange(3, 15).view(2, 6)
 SMALL = {
@@ -118,6 +125,107 @@ def test_untie_folds_the_final_norm_and_fixes_every_flag(tmp_path):
     folded = AutoModelForCausalLM.from_pretrained(tmp_path / "folded")
     assert close(logits(folded), logits(model))
     assert torch.equal(folded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("stored", [("embed",), ("head",), ("embed", "head")])
+def test_untie_finds_the_weight_under_whichever_names_it_is_stored(tmp_path, stored):
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True))
+    source = saved(tmp_path, model)
+    names = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    tensors = load_file(source / "model.safetensors")
+    weight = tensors.pop(names["embed"])
+    tensors |= {names[name]: weight.clone() for name in stored}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = fold_checkpoint(source, tmp_path / "folded", untie=True)
+    assert "model.norm" in report.folded
+    assert report.grown_bytes == (2 - len(stored)) * weight.nbytes
+    folded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert close(logits(folded), logits(model))
+    assert torch.equal(folded.model.embed_tokens.weight, weight)
+    assert read_manifest(tmp_path / "folded").untied
+    unfold_checkpoint(tmp_path / "folded", tmp_path / "restored", quiet=True)
+    restored = AutoModelForCausalLM.from_pretrained(tmp_path / "restored")
+    assert close(logits(restored), logits(model))
+    assert restored.lm_head.weight.data_ptr() == restored.model.embed_tokens.weight.data_ptr() or len(stored) == 2
+
+
+def test_untie_of_a_checkpoint_without_the_weight_is_refused(tmp_path):
+    source = saved(tmp_path, LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)))
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refusal, match="stores neither"):
+        fold_checkpoint(source, tmp_path / "folded", untie=True)
+    assert not (tmp_path / "folded").exists()
+
+
+@pytest.mark.parametrize("stored_as", ["decoder.embed_tokens", "encoder.embed_tokens", "shared"])
+def test_untie_parts_every_embedding_that_the_flag_ties(tmp_path, stored_as):
+    """An encoder-decoder ties three tables and a head by one flag; with it off, the loader wants all four."""
+    config = MBartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = randomised(MBartForConditionalGeneration(config))
+    model.save_pretrained(tmp_path / "source")
+    tensors = load_file(tmp_path / "source/model.safetensors")
+    (name,) = [n for n in tensors if n.endswith(("shared.weight", "embed_tokens.weight", "lm_head.weight"))]
+    tensors[f"model.{stored_as}.weight"] = tensors.pop(name)
+    save_file(tensors, tmp_path / "source/model.safetensors", metadata={"format": "pt"})
+    report = fold_checkpoint(tmp_path / "source", tmp_path / "folded", untie=True)
+    assert "model.decoder.layer_norm" in report.folded
+    folded, info = MBartForConditionalGeneration.from_pretrained(tmp_path / "folded", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert close(logits(folded.eval()), logits(model))
+
+
+def test_a_gain_that_norms_share_is_folded_in_every_mode(tmp_path):
+    model = zoo.tiny_model("causal", "zamba")
+    model.save_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        inputs = zoo.forward_inputs(model, "causal")
+        before = zoo.logits(model, inputs)
+        for strict in (False, True):
+            folder = tmp_path / str(strict)
+            assert any(
+                "shared_transf" in norm for norm in fold_checkpoint(tmp_path / "source", folder, strict=strict).folded
+            )
+            assert close(zoo.logits(flashnorm.load(folder), inputs), before)
+
+
+def test_a_shared_gain_that_is_stored_twice_with_different_values_is_left_alone(tmp_path):
+    model = zoo.tiny_model("causal", "zamba")
+    model.save_pretrained(tmp_path / "source")
+    tensors = load_file(tmp_path / "source/model.safetensors")
+    names = [
+        n
+        for n, p in model.named_parameters(remove_duplicate=False)
+        if n.endswith("shared_transf.input_layernorm.weight")
+    ]
+    (stored,) = [name for name in names if name in tensors]
+    other = next(name for name in names if name not in tensors)
+    tensors[other] = tensors[stored] + 1
+    save_file(tensors, tmp_path / "source/model.safetensors", metadata={"format": "pt"})
+    report = fold_checkpoint(tmp_path / "source", tmp_path / "folded")
+    assert "which differ" in report.skipped[stored.removesuffix(".weight")]
+    before, after = (type(model).from_pretrained(tmp_path / name).eval() for name in ("source", "folded"))
+    inputs = zoo.forward_inputs(model, "causal")
+    with torch.no_grad():
+        assert close(zoo.logits(after, inputs), zoo.logits(before, inputs))
+
+
+def test_a_kept_bias_that_would_overflow_keeps_its_norm_from_folding(tmp_path):
+    config = StableLmConfig(**SMALL, tie_word_embeddings=False)
+    model = randomised(StableLmForCausalLM(config)).half()
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data[3], norm.bias.data[3] = 1e-5, 2.0
+    model.save_pretrained(tmp_path / "source")
+    report = fold_checkpoint(tmp_path / "source", tmp_path / "folded")
+    assert "does not fit torch.float16" in report.skipped["model.layers.0.input_layernorm"]
+    assert "model.layers.1.input_layernorm" in report.folded
+    stored = load_file(tmp_path / "folded/model.safetensors")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in stored.values())
 
 
 def test_untie_is_refused_where_the_flag_changes_the_computation(tmp_path):

@@ -3,8 +3,9 @@ import os
 import pytest
 import torch
 
+from flashnorm.algebra import gain_factor
 from flashnorm.checkpoint.apply import apply_plan
-from flashnorm.checkpoint.gains import SIDECAR, gain_factor
+from flashnorm.checkpoint.gains import SIDECAR
 from flashnorm.checkpoint.manifest import MANIFEST, is_folded
 from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import open_source

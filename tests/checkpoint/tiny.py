@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from flashnorm.checkpoint.gains import gain_factor
-from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale, TensorEdit
+from flashnorm.algebra import gain_factor
+from flashnorm.checkpoint.plan import STRICT_MARK, FoldedSite, FoldPlan, Scale, TensorEdit
 from flashnorm.checkpoint.source import Source
 
 WIDTH, OUT, LAYERS, VOCABULARY = 48, 80, 3, 64
@@ -79,7 +79,7 @@ def hand_plan(source: Source, *, strict: bool = False, layers: int = LAYERS) -> 
         edits[gain] = TensorEdit(remove=True) if strict else TensorEdit(fill=1.0)
         table: dict[str, tuple[int, torch.Tensor | None]] = dict.fromkeys(readers, (1, None))
         sites.append(FoldedSite(gain.removesuffix(".weight"), gain, None, "plain", 0.0, table))
-    changed: dict[tuple[str, ...], object] = {("flashnorm",): {"strict": True}} if strict else {}
+    changed: dict[tuple[str, ...], object] = dict(STRICT_MARK) if strict else {}
     mode = "strict" if strict else "compatible"
     return FoldPlan(edits, {}, tuple(sites), {"norm": "the head is tied"}, mode, config_changes=changed)
 
