@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from flashnorm.errors import TracingError
+from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.hollow import HollowMode, is_hollow
 from flashnorm.sites.inputs import Run
-from flashnorm.sites.operations import PRODUCTS, RULES, VALUE_FREE, Blocked, Call, results
+from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
 from flashnorm.sites.probing import NormProbe, ProbeCache, is_candidate
 from flashnorm.sites.shadow import Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker

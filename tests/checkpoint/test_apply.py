@@ -183,7 +183,7 @@ def test_outputs_that_are_refused(tmp_path, place):
 
 def test_progress_on_stderr_and_nothing_on_stdout(tmp_path, capsys):
     source = open_source(write_checkpoint(tmp_path / "source"))
-    apply_plan(source, hand_plan(source), tmp_path / "out")
+    apply_plan(source, hand_plan(source), tmp_path / "out", quiet=False)
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("fold: 0 B of ")
@@ -194,7 +194,7 @@ def test_weights_in_another_format_are_said_to_stay_as_they_are(tmp_path, capsys
     folder = write_checkpoint(tmp_path / "source")
     (folder / "pytorch_model.bin").write_bytes(b"the same model")
     source = open_source(folder)
-    apply_plan(source, hand_plan(source), tmp_path / "out")
+    apply_plan(source, hand_plan(source), tmp_path / "out", quiet=False)
     assert (tmp_path / "out" / "pytorch_model.bin").read_bytes() == b"the same model"
     assert "note: pytorch_model.bin holds weights in another format" in capsys.readouterr().err
 
