@@ -14,19 +14,28 @@ from flashnorm.version import __version__
 _EXPORTS = {
     "AuditReport": "flashnorm.sites.audit",
     "FoldReport": "flashnorm.sites.folding",
+    "HashReport": "flashnorm.checkpoint.hashes",
+    "ImportReport": "flashnorm.checkpoint.gguf_import",
+    "LoraReport": "flashnorm.checkpoint.lora",
+    "UnfoldReport": "flashnorm.checkpoint.unfold",
+    "VerifyReport": "flashnorm.verify.report",
     "audit": "flashnorm.sites.audit",
     "fold": "flashnorm.passes.fold",
     "fold_checkpoint": "flashnorm.checkpoint.fold",
     "import_gguf": "flashnorm.checkpoint.gguf_import",
     "load": "flashnorm.checkpoint.load",
-    "VerifyReport": "flashnorm.verify.report",
-    "verify": "flashnorm.verify.battery",
+    "rms_linear": "flashnorm.kernels.ops",
+    "translate_lora": "flashnorm.checkpoint.lora",
+    "unfold_checkpoint": "flashnorm.checkpoint.unfold",
+    "verify_hashes": "flashnorm.checkpoint.hashes",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = ["__version__", "verify", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "verify":  # a package that can be called; importing any part of it binds it to this name
+        return import_module("flashnorm.verify")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

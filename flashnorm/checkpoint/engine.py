@@ -31,7 +31,7 @@ def transform(
     what: str,
     extra_bytes: int = 0,
     omit: frozenset[str] = frozenset(),
-    quiet: bool = False,
+    quiet: bool = True,
     workers: int | None = None,
 ) -> None:
     """Write the changed checkpoint to the new folder `dst`, which appears whole or not at all.

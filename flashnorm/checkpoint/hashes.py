@@ -27,8 +27,8 @@ class HashReport:
         return not (self.changed or self.missing or self.extra)
 
 
-def verify_hashes(folder: str | os.PathLike[str], *, quiet: bool = False) -> HashReport:
-    """Compare a folded folder with its manifest, file by file.
+def verify_hashes(folder: str | os.PathLike[str], *, quiet: bool = True) -> HashReport:
+    """Compare a folded folder with its manifest, file by file. `quiet`: without progress on stderr.
 
     The manifest vouches for itself by its digest. Raises `CheckpointError` where it is missing or damaged, and where a
     file cannot be read.

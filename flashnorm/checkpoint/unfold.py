@@ -29,9 +29,9 @@ class UnfoldReport:
 
 
 def unfold_checkpoint(
-    folder: str | os.PathLike[str], dst: str | os.PathLike[str], *, quiet: bool = False, workers: int | None = None
+    folder: str | os.PathLike[str], dst: str | os.PathLike[str], *, quiet: bool = True, workers: int | None = None
 ) -> UnfoldReport:
-    """Write the checkpoint that `folder` was folded from to the new folder `dst`.
+    """Write the checkpoint that `folder` was folded from to the new folder `dst`. `quiet`: without progress on stderr.
 
     Everything that folding overwrote (gains, biases, the config) comes back bit for bit. A weight w that took in a
     gain g comes back as round(round(w g) / g), which is w or a neighbour of w: rounding w g moves it by less than one

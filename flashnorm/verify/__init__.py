@@ -1,7 +1,7 @@
 """The battery: does the candidate compute what the reference computes, and how far is each from the exact answer?
 
-`flashnorm.verify` is this package and the public function at once: importing a submodule binds the package to that
-name, whatever `flashnorm` exports under it, so the package itself is made callable.
+`flashnorm.verify` is this package and the public function at once, from the first access on: importing a submodule
+binds the package to that name, whatever `flashnorm` exports under it, so the package itself can be called.
 """
 
 from __future__ import annotations
