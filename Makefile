@@ -32,7 +32,9 @@ test-vllm: demo .venv-vllm/vllm.stamp
 	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python -m tests.clients.vllm_client demo/source demo/folded
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .cache demo build dist
+	rm -rf .venv .venv-oldest .venv-vllm .cache demo build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments. A stamp is written last, so that an interrupted installation is taken up again.
 

@@ -24,9 +24,9 @@ from flashnorm.sites.types import Site
 from tests import zoo
 from tests.zoo.quirks import BROKEN_ROUND_TRIP
 
-# fp32 against fp32: both models round the same sums at other places. A sum of K products takes K roundings of random sign,
-# each of u = 2^-24 at most, so sqrt(K) u; D weights one behind the other make sqrt(D K) u of it. The zoo's longest chain
-# is D = 175 weights with K = 128, which gives 8.9e-6. A wrong fold is off by a gain's distance from one, 0.3 here.
+# fp32 against fp32: both models round the same sums at other places. A sum of K products takes K roundings of random
+# sign, each of u = 2^-24 at most, so sqrt(K) u; D weights one behind the other make sqrt(D K) u of it. The longest
+# chain in the zoo is D = 175 weights with K = 128, so 8.9e-6. A wrong fold is off by a gain's distance from one, 0.3.
 TOLERANCE = 1e-5
 # Kinds of blocker that speak of what the trace could not see; forcing them may well change nothing. Where it saw no
 # reader, there is none to fold into, and only a caller who takes more than the logits would see the gain go.
