@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from torch import nn
+
 from flashnorm.sites.tracing import Trace
 from flashnorm.sites.types import Blocker
 
@@ -36,11 +38,18 @@ class Ownership:
         return added and not elsewhere and self.unseen_use(bias, "the bias") is None
 
     def unseen_use(self, parameter: str, what: str) -> Blocker | None:
-        """A tied parameter in a module that never ran: what that module would do with it is not known."""
+        """A tied parameter in a module that never ran: what that module would do with it is not known.
+
+        A model that was traced on `inputs_embeds` alone still has its embedding, and a caller with token ids runs it.
+        """
         aliases = self.trace.ledger.aliases[parameter]
         for alias in aliases if len(aliases) > 1 else ():
-            if self.trace.model.get_submodule(alias.rpartition(".")[0]) not in self._ran:
-                return Blocker("unseen", "", alias, f"{what} {parameter} is also {alias}, which the trace never ran")
+            owner = self.trace.model.get_submodule(alias.rpartition(".")[0])
+            if owner not in self._ran:
+                other = next(name for name in aliases if name != alias)
+                remedy = "--untie" if isinstance(owner, nn.Embedding) else None
+                detail = f"{what} {other} is tied to {alias}, which the trace never ran"
+                return Blocker("unseen", "", alias, detail, remedy)
         return None
 
     def problems(self, norm: str, sharers: tuple[str, ...]) -> list[Blocker]:

@@ -51,6 +51,18 @@ def test_untying_parts_them_however_they_were_tied(how):
     assert site.foldable
 
 
+def test_a_tied_embedding_that_the_inputs_pass_by_still_counts():
+    class Embedded(Tied):
+        def forward(self, x=None, embedded=None):
+            return self.head(self.norm(self.embedding(x) if embedded is None else embedded))
+
+    model = Embedded("object")
+    (site,) = audit(model, inputs={"embedded": torch.randn(2, 5, WIDTH)}).sites
+    assert [(b.kind, b.remedy) for b in site.blockers] == [("unseen", "--untie")]
+    assert "head.weight is tied to embedding.weight, which the trace never ran" in site.reason
+    assert audit(Embedded("no"), inputs={"embedded": torch.randn(2, 5, WIDTH)}).sites[0].foldable
+
+
 def test_an_untied_head_is_folded():
     report, error = after_fold(Tied("no"), IDS)
     assert report.folded == ["norm"]
