@@ -1,4 +1,4 @@
-"""`flashnorm bench op`: the deferred norm against every norm-then-linear, at 18 shapes.
+"""`flashnorm bench op`: the deferred norm against norm then linear, and its gated form against norm, linear, gate.
 
 All contenders of a shape are timed side by side, as CUDA graphs, weights cold. The record keeps every sample.
 """
@@ -14,27 +14,35 @@ import torch
 
 from flashnorm.bench.baselines import BARE, Baseline, baselines
 from flashnorm.bench.limits import Ceilings
-from flashnorm.kernels.bounds import exceeds, expected_rms_linear
+from flashnorm.errors import CheckFailed
+from flashnorm.kernels.bounds import exceeds
 from flashnorm.kernels.configs import Config
 from flashnorm.kernels.dispatch import choose, problem_of
+from flashnorm.kernels.gated_ops import rms_swiglu_linear
 from flashnorm.kernels.ops import rms_linear
 from flashnorm.kernels.timing import ColdOperands, Timing, cold_operands, time_side_by_side
+from flashnorm.kernels.tuning import EPS, Shape, expected
 
 WEIGHTS = ((576, 960), (2048, 3072), (4096, 6144))
+WIDE = (4096, 28672)  # read by one row only: the figure asked there is bandwidth
+GATED = ((2048, 8192), (4096, 14336))  # K and outputs; the weight has twice as many rows
 ROWS = (1, 16, 64, 256, 1024, 4096)
 OURS = "flashnorm"
-EPS = 1e-6
 REPEATS = 30
 _DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: what ran, how far its worst output lay from fp64 in units of the bound, every timing, the limit."""
+    """One shape: what ran, how far its worst output lay from fp64 in units of the bound, every timing, the limit.
+
+    `n`: outputs; with an `activation` the weight has 2n rows.
+    """
 
     m: int
     k: int
     n: int
+    activation: str | None
     config: Config
     error: float
     timings: dict[str, Timing]
@@ -84,39 +92,51 @@ def summarise(rows: Sequence[Row]) -> Summary:
     )
 
 
-def measure(ceilings: Ceilings, device: torch.device, *, compiled: bool) -> Iterator[Row]:
-    """Time every shape, smallest first."""
-    contenders = baselines(compiled=compiled)
-    for k, n in WEIGHTS:
-        for m in ROWS:
-            yield _measure_row(m, k, n, contenders, ceilings, device)
+def measure(ceilings: Ceilings, device: torch.device, shapes: Sequence[Shape], *, compiled: bool) -> Iterator[Row]:
+    """Time the shapes one after another. Raises `CheckFailed` where our result is outside its bound."""
+    for shape in shapes:
+        yield _measure_row(shape, baselines(shape.activation, compiled=compiled), ceilings, device)
 
 
-def _measure_row(
-    m: int, k: int, n: int, contenders: dict[str, Baseline], ceilings: Ceilings, device: torch.device
-) -> Row:
-    operands = cold_operands(m, k, n, _DTYPE, device)
-    gain = torch.ones(k, dtype=_DTYPE, device=device)
-    calls: dict[str, Callable[[int], object]] = {
-        name: partial(_call_baseline, baseline, operands, gain) for name, baseline in contenders.items()
-    }
-    calls[OURS] = partial(_call_ours, operands)
-    timings = time_side_by_side(calls, len(operands), REPEATS)
-    error = _error(operands)
-    config = choose(problem_of(operands.x[0], operands.weight[0], None, operands.out[0]), device)
-    return Row(m, k, n, config, error, timings, ceilings.limit(m, k, n, _DTYPE.itemsize))
+def linear_shapes() -> list[Shape]:
+    """The norm then linear, smallest weight first."""
+    return [Shape(m, k, n) for k, n in WEIGHTS for m in ROWS] + [Shape(1, *WIDE)]
 
 
-def _call_baseline(baseline: Baseline, operands: ColdOperands, gain: torch.Tensor, index: int) -> object:
-    return baseline(operands.x[index], operands.weight[index], gain, EPS, operands.out[index])
+def gated_shapes() -> list[Shape]:
+    """The norm, gate and up projection and SwiGLU."""
+    return [Shape(m, k, n, "silu") for k, n in GATED for m in ROWS]
 
 
-def _call_ours(operands: ColdOperands, index: int) -> object:
-    return rms_linear(operands.x[index], operands.weight[index], EPS, out=operands.out[index])
+def _measure_row(shape: Shape, contenders: dict[str, Baseline], ceilings: Ceilings, device: torch.device) -> Row:
+    operands = cold_operands(shape.m, shape.k, shape.rows, _DTYPE, device)
+    outs = [torch.empty(shape.m, shape.n, dtype=_DTYPE, device=device) for _ in range(len(operands))]
+    gain = torch.ones(shape.k, dtype=_DTYPE, device=device)
+
+    def theirs(baseline: Baseline, index: int) -> object:
+        return baseline(operands.x[index], operands.weight[index], gain, EPS, operands.out[index])
+
+    def ours(index: int) -> object:
+        x, weight, out = operands.x[index], operands.weight[index], outs[index]
+        if shape.activation is None:
+            return rms_linear(x, weight, EPS, out=out)
+        return rms_swiglu_linear(x, weight, EPS, activation=shape.activation, out=out)
+
+    config = choose(problem_of(operands.x[0], operands.weight[0], None, outs[0], shape.activation), device)
+    error = _error(shape, config, ours, operands, outs[0])
+    calls: dict[str, Callable[[int], object]] = {name: partial(theirs, call) for name, call in contenders.items()}
+    timings = time_side_by_side({**calls, OURS: ours}, len(operands), REPEATS)
+    limit = ceilings.limit(shape.m, shape.k, shape.rows, _DTYPE.itemsize)
+    return Row(shape.m, shape.k, shape.n, shape.activation, config, error, timings, limit)
 
 
-def _error(operands: ColdOperands) -> float:
-    """The worst error of our result, into a poisoned buffer, in units of the bound for a rounded norm."""
-    out = operands.out[0].fill_(float("nan"))
-    _call_ours(operands, 0)
-    return exceeds(out, expected_rms_linear(operands.x[0], operands.weight[0], EPS, rounds_input=True))
+def _error(
+    shape: Shape, config: Config, ours: Callable[[int], object], operands: ColdOperands, out: torch.Tensor
+) -> float:
+    """The worst error of our result, into a poisoned buffer, in units of its bound; nothing wrong is timed."""
+    out.fill_(float("nan"))
+    ours(0)
+    error = exceeds(out, expected(shape, config, operands.x[0], operands.weight[0]))
+    if not error <= 1:
+        raise CheckFailed(f"{shape} with {config} is wrong: its error is {error:.3g} times the bound")
+    return error

@@ -19,7 +19,7 @@ from flashnorm.bench.op import OURS, Row, summarise
 from flashnorm.kernels.configs import to_dict
 from flashnorm.version import __version__
 
-_PACKAGES = ("torch", "triton", "flashinfer-python", "liger-kernel", "nvidia-cublas")
+_PACKAGES = ("torch", "triton", "flashinfer-python", "liger-kernel", "nvidia-cublas", "cuda-bindings")
 
 
 def provenance(device: torch.device, command: str, commit: str | None) -> dict[str, Any]:
@@ -69,6 +69,7 @@ def _row(row: Row) -> dict[str, Any]:
         "m": row.m,
         "k": row.k,
         "n": row.n,
+        "activation": row.activation,
         "config": to_dict(row.config),
         "error_in_bounds": round(row.error, 4),
         "limit": round(row.limit, 3),

@@ -18,16 +18,17 @@ app = typer.Typer(no_args_is_help=True, help="Measure on this machine, against b
 
 @app.command("op")
 def op(
-    output: Path = typer.Option(None, "--record", help="Write the record, with every sample, to this file."),
+    output: Path | None = typer.Option(None, "--record", help="Write the record, with every sample, to this file."),
     compiled: bool = typer.Option(True, "--compiled/--no-compiled", help="Include torch.compile, minutes of tuning."),
-    commit: str = typer.Option(None, "--commit", help="The commit to name in the record, where git cannot say."),
+    gated: bool = typer.Option(False, "--gated", help="Measure the norm, gate and up projections and SwiGLU instead."),
+    commit: str | None = typer.Option(None, "--commit", help="The commit to name in the record, where git cannot say."),
     as_json: bool = typer.Option(False, "--json", help="Print the record instead of the table."),
 ) -> None:
-    """Time the deferred norm against every norm-then-linear that is installed, at 18 shapes."""
+    """Time the deferred norm against every norm-then-linear that is installed."""
     import torch
 
     from flashnorm.bench.limits import measure_ceilings
-    from flashnorm.bench.op import measure, summarise
+    from flashnorm.bench.op import gated_shapes, linear_shapes, measure, summarise
     from flashnorm.bench.record import op_record, provenance, write
     from flashnorm.errors import DeviceError
 
@@ -36,10 +37,10 @@ def op(
     device = torch.device("cuda", 0)
     ceilings = measure_ceilings(device)
     rows = []
-    for row in measure(ceilings, device, compiled=compiled):
+    for row in measure(ceilings, device, gated_shapes() if gated else linear_shapes(), compiled=compiled):
         rows.append(row)
         typer.echo(f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us", err=True)
-    command = "flashnorm bench op" + ("" if compiled else " --no-compiled")
+    command = "flashnorm bench op" + (" --gated" if gated else "") + ("" if compiled else " --no-compiled")
     record = op_record(rows, ceilings, provenance(device, command, commit))
     if output is not None:
         write(record, output)
@@ -63,8 +64,9 @@ def _table(rows: list[Row]) -> Table:
 
     from flashnorm.bench.op import OURS
 
+    what = "RMSNorm, gate and up, SwiGLU" if rows[0].activation else "RMSNorm then linear"
     names = [name for name in rows[0].timings if name != OURS]
-    table = Table(title="RMSNorm then linear, bf16, cold weights, CUDA graphs; medians in microseconds")
+    table = Table(title=f"{what}, bf16, cold weights, CUDA graphs; medians in microseconds")
     for title in ("K,N", "M", *names, OURS, "±", "/ best", "/ alone", "% of limit", "won"):
         table.add_column(title, justify="right")
     for row in rows:

@@ -4,47 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+if TYPE_CHECKING:
+    from flashnorm.kernels.tuning import Tuned
+
 
 def command(
-    output: Path = typer.Argument(..., help="Where to write the table."),
-    shapes: list[str] = typer.Option(..., "--shape", help="K,N of a weight; may be repeated."),
+    output: Path = typer.Argument(..., help="Where to write the table; it is rewritten after every shape."),
+    shapes: list[str] = typer.Option([], "--shape", help="K,N of a weight; may be repeated."),
+    gated: list[str] = typer.Option(
+        [], "--gated", help="K,N of gate and up projections to N outputs; may be repeated."
+    ),
     rows: str = typer.Option("1,16,64,256,1024,4096", "--rows", help="The numbers of rows to tune for."),
     as_json: bool = typer.Option(False, "--json", help="Print the table as well."),
 ) -> None:
     """Find the fastest right configuration of the deferred norm for each weight shape on this GPU."""
+    wanted = [(_numbers(shape, 2), None) for shape in shapes] + [(_numbers(shape, 2), "silu") for shape in gated]
+    counts = _numbers(rows, None)
+    if not wanted:
+        raise typer.BadParameter("give at least one --shape or --gated")
+
     import torch
 
     from flashnorm.errors import DeviceError
-    from flashnorm.kernels.configs import to_dict
     from flashnorm.kernels.dispatch import triton_runs
     from flashnorm.kernels.tuning import Shape, tune
 
     if not torch.cuda.is_available() or not triton_runs(torch.device("cuda", 0)):
         raise DeviceError("tuning needs a CUDA GPU of compute capability 8 or later and Triton; none was found")
     device = torch.device("cuda", 0)
-    wanted = [Shape(int(m), *map(int, shape.split(","))) for shape in shapes for m in rows.split(",")]
-    entries = []
-    for tuned in tune(wanted, device):
-        shape = tuned.shape
-        typer.echo(
-            f"M={shape.m} K={shape.k} N={shape.n}: {tuned.microseconds:.2f} us, {tuned.config}, "
-            f"{len(tuned.dropped)} of {tuned.tried} dropped",
-            err=True,
-        )
-        for config, why in tuned.dropped.items():
-            typer.echo(f"  dropped {config}: {why}", err=True)
-        entries.append(
-            {
-                "m": shape.m,
-                "k": shape.k,
-                "n": shape.n,
-                "config": to_dict(tuned.config),
-                "microseconds": round(tuned.microseconds, 3),
-            }
-        )
+    entries: list[dict[str, object]] = []
     table = {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
@@ -52,7 +44,44 @@ def command(
         "dtype": "bfloat16",
         "entries": entries,
     }
-    text = json.dumps(table, indent=1) + "\n"
-    output.write_text(text, encoding="utf-8")
+    problems = [Shape(m, k, n, activation) for (k, n), activation in wanted for m in counts]
+    for tuned in tune(problems, device):
+        _report(tuned)
+        entries.append(_entry(tuned))
+        output.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        typer.echo(text)
+        typer.echo(json.dumps(table, indent=1))
+
+
+def _numbers(text: str, count: int | None) -> tuple[int, ...]:
+    """Positive numbers between commas, `count` of them unless None."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts) or count not in (None, len(parts)):
+        wanted = "positive numbers between commas" if count is None else f"{count} of them, as in 4096,6144"
+        raise typer.BadParameter(f"{text!r} is not {wanted}")
+    return tuple(map(int, parts))
+
+
+def _report(tuned: Tuned) -> None:
+    shape = tuned.shape
+    typer.echo(
+        f"M={shape.m} K={shape.k} N={shape.n}{' gated' if shape.activation else ''}: {tuned.microseconds:.2f} us, "
+        f"{tuned.config}, {len(tuned.dropped)} of {tuned.tried} dropped",
+        err=True,
+    )
+    for config, why in tuned.dropped.items():
+        typer.echo(f"  dropped {config}: {why}", err=True)
+
+
+def _entry(tuned: Tuned) -> dict[str, object]:
+    from flashnorm.kernels.configs import to_dict
+
+    shape = tuned.shape
+    return {
+        "m": shape.m,
+        "k": shape.k,
+        "n": shape.n,
+        "gated": shape.activation is not None,
+        "config": to_dict(tuned.config),
+        "microseconds": round(tuned.microseconds, 3),
+    }

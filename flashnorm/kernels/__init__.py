@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from flashnorm.kernels.gated_ops import rms_swiglu_linear
 from flashnorm.kernels.ops import rms_linear
+from flashnorm.kernels.residual_ops import add_sumsq, linear_residual
 from flashnorm.kernels.two_stream import overlapped_rms_linear
 
-__all__ = ["overlapped_rms_linear", "rms_linear"]
+__all__ = ["add_sumsq", "linear_residual", "overlapped_rms_linear", "rms_linear", "rms_swiglu_linear"]

@@ -31,6 +31,30 @@ def check_linear(x: Tensor, weight: Tensor, *, rows: int | None = None, **others
     _check_kinds({"x": x, "weight": weight, **given})
 
 
+def check_alike(**tensors: Tensor) -> None:
+    """Check that operands, the first of them x, have one dtype and one device and want no gradient."""
+    _check_kinds(tensors)
+
+
+def check_separate(out: Tensor, **operands: Tensor | None) -> None:
+    """Raise `ShapeError` where `out` may share memory with an operand: some programs write while others still read."""
+    first, last = _extent(out)
+    for name, operand in operands.items():
+        if operand is None or operand.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+            continue
+        start, end = _extent(operand)
+        if first < end and start < last:
+            raise ShapeError(f"out overlaps {name} in memory; give a buffer of its own")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first address of a tensor and the one behind its last."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
 def _wanted_shape(name: str, x: Tensor, outputs: int) -> tuple[int, ...]:
     if name == "gain":
         return (x.shape[-1],)

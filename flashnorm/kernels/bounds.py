@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashnorm.kernels.reference import ACTIVATIONS
+
 CONFIDENCE = 8.0
 
 
@@ -51,6 +53,33 @@ def expected_rms_linear(
     if rounds_input:
         bound = bound + CONFIDENCE * unit * (normed.square() @ rows.square().t()).sqrt()
     return Expected(value, bound + torch.finfo(x.dtype).smallest_normal * unit)
+
+
+def expected_rms_swiglu_linear(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    eps: float,
+    gain: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    plain_sequence: bool = False,
+) -> Expected:
+    """The oracle of `rms_swiglu_linear`: act(gate) ⊙ up. `plain_sequence`: normed x, gate and up are each rounded.
+
+    With δ the bounds of gate and up, the product moves by |act'| δ_gate |up| + |act(gate)| δ_up + |act'| δ_gate δ_up;
+    |act'| is at most 1.13 for GELU, 1.1 for SiLU and 1 for ReLU. The activation itself costs a few roundings of fp32.
+    """
+    rows = gate_up_weight.shape[0] // 2
+    inside = expected_rms_linear(x, gate_up_weight, eps, gain, rounds_input=plain_sequence)
+    unit = torch.finfo(x.dtype).eps / 2
+    # Without the plain sequence the products are not rounded, so the rounding that the bound holds for them is not due.
+    bound = inside.bound if plain_sequence else inside.bound - unit * inside.value.abs()
+    gate, up = inside.value[:, :rows], inside.value[:, rows:]
+    gate_bound, up_bound = bound[:, :rows], bound[:, rows:]
+    value = ACTIVATIONS[activation](gate) * up
+    moved = 1.13 * gate_bound * (up.abs() + up_bound) + ACTIVATIONS[activation](gate).abs() * up_bound
+    last = unit * value.abs() + 2.0**-20 * gate.abs() * up.abs() + torch.finfo(x.dtype).smallest_normal * unit
+    return Expected(value, moved + last)
 
 
 def exceeds(actual: Tensor, expected: Expected) -> float:

@@ -5,24 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK
+from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK, Streamed, TmaGemm
 
 SHARED_MEMORY = 230_000  # of 232,448 bytes on Hopper; barriers and descriptors take the rest
+MULTIPROCESSORS = 132
 _TILES_N = ((32, 0), (64, 0), (128, 0), (256, 0), (32, 16), (64, 32), (128, 64))
 
 
-def candidates(m: int, k: int, n: int) -> list[Config]:
-    """Every configuration to check and time for (m, k) x and (n, k) weight in 16-bit floats, on a Hopper GPU."""
+def candidates(m: int, k: int, n: int, *, gated: bool = False) -> list[Config]:
+    """Every configuration to check and time for (m, k) x and (m, n) output in 16-bit floats, on a Hopper GPU."""
     found: list[Config] = []
+    if m == 1:
+        found += _streamed(k, gated)
+    else:
+        found += _tma_gemm(m, k, n, gated)
+    if gated:
+        return list(dict.fromkeys([*found, *_norm_linear(m, k)]))
     if m == 1:
         found += _gemv(k)
     elif m <= 64:
         found += _split_k(m, k, n)
     if m > 1 and k <= 1024:
         found += _fused(m, k, n)
-    if m >= 64:
+    if 64 <= m <= 256 and k <= 1024:
         found += _deferred_gemm(m, k, n)
     return list(dict.fromkeys([*found, *_norm_linear(m, k)]))
+
+
+def _streamed(k: int, gated: bool) -> Iterator[Streamed]:
+    for chunk_k, warps, stages, blocks, ahead in product(
+        (1024, 2048, 4096), (4, 8), (4, 8, 12, 24, 48), (1, 2), (0, 1)
+    ):
+        in_flight = 2 * chunk_k * stages * blocks
+        if chunk_k % (256 * warps) == 0 and chunk_k < 2 * max(k, 1024) and 60_000 <= in_flight <= 200_000:
+            yield Streamed(chunk_k, stages, warps, blocks, stages * ahead)
+
+
+def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:
+    """Tiles that fill the multiprocessors in whole waves, as deep a ring as fits, and both places for the norm."""
+    tiles = ((64, 1),) if m <= 64 else ((64, 1), (128, 2), (256, 2))
+    widths = (16, 24, 32, 48, 64, 80, 96, 112, 120, 128, 160, 192, 224, 240, 256)
+    for (block_m, consumers), block_n in product(tiles, widths):
+        if (gated and block_n % 16) or block_m * block_n > 128 * 256:
+            continue
+        stages = min(_deepest(block_m, block_n, consumers), max(2, -(-k // 64)))
+        count = -(-m // block_m) * -(-n * (2 if gated else 1) // block_n)
+        for norm, beside in (("inside", 0), ("beside", 4), ("beside", 16), ("beside", 32)):
+            waves = -(-count // (MULTIPROCESSORS - beside))
+            if stages < 2 or count / waves / MULTIPROCESSORS < (0.85 if m > 256 and k > 1024 else 0.45):
+                continue
+            for group, prefetch in ((8, 0), (16, 0)) if m > 256 else ((8, 0), (8, 4)):
+                if norm == "inside" or m <= 1024:
+                    yield TmaGemm(block_m, block_n, consumers, stages, norm, beside, group, prefetch)
+
+
+def _deepest(block_m: int, block_n: int, consumers: int) -> int:
+    """The most stages that fit in shared memory beside the staged output and the barriers."""
+    staging = consumers * 2 * 64 * 64 * 2
+    return min(16, (SHARED_MEMORY - staging - 8 * block_m - 2048) // ((block_m + block_n) * 128))
 
 
 def _gemv(k: int) -> Iterator[Gemv]:

@@ -98,7 +98,19 @@ class TmaGemm:
     prefetch: int = 0
 
 
-Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear | TmaGemm
+@dataclass(frozen=True)
+class Streamed:
+    """Elements of a row of W in one bulk copy; copies in flight; consuming warps; blocks per multiprocessor; copies
+    asked into the L2 before the wait."""
+
+    chunk_k: int = 2048
+    stages: int = 12
+    warps: int = 8
+    blocks: int = 1
+    prefetch: int = 12
+
+
+Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear | TmaGemm | Streamed
 
 FAMILIES = MappingProxyType(
     {
@@ -109,6 +121,7 @@ FAMILIES = MappingProxyType(
         "deferred_gemm": DeferredGemm,
         "norm_linear": NormLinear,
         "tma_gemm": TmaGemm,
+        "streamed": Streamed,
     }
 )
 _NAMES = MappingProxyType({family: name for name, family in FAMILIES.items()})

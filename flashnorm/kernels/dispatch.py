@@ -2,9 +2,8 @@
 
 A table holds, for each weight shape, the fastest configuration at a few numbers of rows; every one of them was first
 compared with fp64. A shape between two listed numbers of rows takes the next larger one's. A shape that is not listed
-follows rules carried over from the listed ones and not timed itself: matrix-vector for one row, split K up to 64 rows,
-and beyond that the fast norm before the library's matmul. Two entries of the Hopper table, (4096, 6144) with 256 and
-4096 rows, were set by hand to the fast norm: the tuner's choice there was within its spread, and lost in later runs.
+follows rules carried over from the listed ones and not timed itself: one row goes through a matrix-vector kernel, up to
+64 rows through split K, and beyond that the fast norm goes before the library's matmul.
 """
 
 from __future__ import annotations
@@ -27,12 +26,18 @@ from flashnorm.kernels.configs import (
     NormLinear,
     Reference,
     SplitK,
+    Streamed,
+    TmaGemm,
     from_dict,
 )
 from flashnorm.kernels.layout import addressable
 
+# (K, N, gated) to rows to configuration.
+Table = Mapping[tuple[int, int, bool], Mapping[int, Config]]
+
 FEW_ROWS = 8
 MATRIX_ROWS = 64
+STREAMED_FROM = 64 << 20  # elements of W, from which a ring of bulk copies reads faster than many small programs
 WIDEST_ROW = 32768  # the norm kernel keeps a row in registers: 128 fp32 values for each of 256 threads
 _TABLE_BY_CAPABILITY = {(9, 0): "hopper.json"}
 _HALF = (torch.bfloat16, torch.float16)
@@ -40,7 +45,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides how an operation runs. `addressable`: the bulk copy engine reaches x, weight and output."""
+    """What decides how an operation runs: (m, k) x and (m, n) output.
+
+    `addressable`: the bulk copy engine reaches x, weight and output. `gated`: the output is act(gate) ⊙ up. `hopper`:
+    the kernels in CUDA C++ can run.
+    """
 
     m: int
     k: int
@@ -48,14 +57,18 @@ class Problem:
     dtype: torch.dtype
     gained: bool
     addressable: bool
+    gated: bool = False
+    hopper: bool = False
 
 
-def problem_of(x: Tensor, weight: Tensor, gain: Tensor | None, out: Tensor) -> Problem:
-    """The problem that (M, K) `x`, (N, K) `weight` and (M, N) `out` pose."""
+def problem_of(x: Tensor, weight: Tensor, gain: Tensor | None, out: Tensor, activation: str | None = None) -> Problem:
+    """The problem that (M, K) `x`, `weight` of (N, K), or (2N, K) with an `activation`, and (M, N) `out` pose."""
     return Problem(
         m=x.shape[0],
         k=x.shape[1],
-        n=weight.shape[0],
+        n=out.shape[1],
+        gated=activation is not None,
+        hopper=cuda_runs(x.device),
         dtype=x.dtype,
         gained=gain is not None,
         addressable=all(map(addressable, (x, weight, out))),
@@ -69,30 +82,45 @@ def choose(problem: Problem, device: torch.device) -> Config:
     return _choose(problem, _table(torch.cuda.get_device_capability(device)))
 
 
-def _choose(problem: Problem, table: Mapping[tuple[int, int], Mapping[int, Config]]) -> Config:
+def _choose(problem: Problem, table: Table) -> Config:
     if problem.dtype in _HALF:
-        listed = table.get((problem.k, problem.n), {})
+        listed = table.get((problem.k, problem.n, problem.gated), {})
         rows = min((rows for rows in listed if rows >= problem.m), default=max(listed, default=0))
         if rows and fits(listed[rows], problem):
             return listed[rows]
+    if problem.gated:
+        return _first_fit(problem, Streamed(), _norm_linear(problem))
     if problem.m == 1:
-        return Gemv()
+        return _first_fit(problem, *[Streamed()] * (problem.k * problem.n >= STREAMED_FROM), Gemv())
     if problem.m <= MATRIX_ROWS and fits(SplitK(), problem):
         return SplitK(split=_split(problem))
-    return Gemv() if problem.m <= FEW_ROWS else NormLinear(warps=4 if problem.k <= 8192 else 8)
+    return Gemv() if problem.m <= FEW_ROWS else _norm_linear(problem)
+
+
+def _first_fit(problem: Problem, *configs: Config) -> Config:
+    return next(config for config in configs if fits(config, problem))
+
+
+def _norm_linear(problem: Problem) -> NormLinear:
+    return NormLinear(warps=4 if problem.k <= 8192 else 8)
 
 
 def fits(config: Config, problem: Problem) -> bool:
     """Whether `config` can run `problem` at all."""
+    copied = problem.dtype in _HALF and problem.addressable and not problem.gained
     match config:
         case Gemv():
-            return problem.m <= FEW_ROWS
+            return problem.m <= FEW_ROWS and not problem.gated
         case SplitK():
-            return problem.m <= MATRIX_ROWS and problem.dtype in _HALF and problem.addressable and not problem.gained
+            return problem.m <= MATRIX_ROWS and copied and not problem.gated
         case DeferredGemm():
-            return problem.dtype in _HALF and problem.addressable and not problem.gained
+            return copied and not problem.gated
         case Fused():
-            return not problem.gained
+            return not problem.gained and not problem.gated
+        case TmaGemm():
+            return copied and problem.hopper and not (problem.gated and config.block_n % 16)
+        case Streamed():
+            return copied and problem.hopper and problem.m == 1 and problem.k % 8 == 0
     return True
 
 
@@ -111,13 +139,22 @@ def triton_runs(device: torch.device) -> bool:
 
 
 @cache
-def _table(capability: tuple[int, int]) -> Mapping[tuple[int, int], Mapping[int, Config]]:
-    """(K, N) to rows to configuration, for the GPUs of one compute capability; empty where none is shipped."""
+def cuda_runs(device: torch.device) -> bool:
+    """Whether the kernels in CUDA C++ run on `device`: Hopper, and NVIDIA's Python bindings to compile and launch."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+@cache
+def _table(capability: tuple[int, int]) -> Table:
+    """The configurations for the GPUs of one compute capability; empty where none is shipped."""
     name = _TABLE_BY_CAPABILITY.get(capability)
     if name is None:
         return {}
     text = resources.files("flashnorm.kernels").joinpath("tables", name).read_text(encoding="utf-8")
-    table: dict[tuple[int, int], dict[int, Config]] = {}
+    table: dict[tuple[int, int, bool], dict[int, Config]] = {}
     for entry in json.loads(text)["entries"]:
-        table.setdefault((entry["k"], entry["n"]), {})[entry["m"]] = from_dict(entry["config"])
+        shape = entry["k"], entry["n"], entry.get("gated", False)
+        table.setdefault(shape, {})[entry["m"]] = from_dict(entry["config"])
     return table

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashnorm.kernels.configs import NormLinear
+from flashnorm.kernels.elementwise import gate
 from flashnorm.kernels.launch import launch_options, prefetch_weight, supports_pdl
 from flashnorm.kernels.layout import row_bytes
 
@@ -98,3 +99,18 @@ def norm_linear(
         torch.mm(normed, weight.t(), out=out)
     else:
         torch.addmm(bias, normed, weight.t(), out=out)
+
+
+def norm_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Tensor | None,
+    out: Tensor,
+    config: NormLinear,
+    activation: str,
+) -> None:
+    """Write act(gate) ⊙ up of RMSNorm(x) [gate; up]ᵀ into `out`. `weight`: (2N, K), `out`: (M, N)."""
+    products = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    norm_linear(x, weight, eps, gain, None, products, config)
+    gate(products, out, activation)

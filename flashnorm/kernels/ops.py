@@ -1,11 +1,13 @@
 """The operations, registered with `torch.library`: opaque to `torch.compile`, capturable in graphs, no host sync."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from flashnorm.kernels.arguments import check_linear
+from flashnorm.kernels.arguments import check_linear, check_separate
 from flashnorm.kernels.dispatch import choose, problem_of
 from flashnorm.kernels.layout import row_contiguous
 from flashnorm.kernels.run import run
@@ -34,6 +36,7 @@ def rms_linear(
     check_linear(x, weight, gain=gain, bias=bias, out=out)
     if out is None:
         return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias)
+    check_separate(out, x=x, weight=weight, gain=gain, bias=bias)
     torch.ops.flashnorm.rms_linear_out(x, weight, eps, gain, bias, out)
     return out
 
@@ -86,18 +89,24 @@ def _(
     pass
 
 
+@contextmanager
+def written_in_place(out: Tensor) -> Iterator[Tensor]:
+    """`out` as a matrix with contiguous rows; where it lies otherwise in memory, a buffer that is copied in the end."""
+    target = out.reshape(-1, out.shape[-1])
+    if target.data_ptr() == out.data_ptr() and target.stride(-1) == 1:
+        yield target
+        return
+    target = torch.empty_like(target, memory_format=torch.contiguous_format)
+    yield target
+    out.copy_(target.view(out.shape))
+
+
 def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """Flatten the leading axes, choose a way and run it; an `out` that is no matrix in memory is written by copy."""
+    """Flatten the leading axes, choose a way and run it."""
     if out.numel() == 0:
         return
-    rows = row_contiguous(x.reshape(-1, x.shape[-1]))
-    weight = row_contiguous(weight)
-    target = out.reshape(-1, out.shape[-1])
-    in_place = target.data_ptr() == out.data_ptr() and target.stride(-1) == 1
-    if not in_place:
-        target = rows.new_empty((rows.shape[0], weight.shape[0]))
+    rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
     gain = gain if gain is None else gain.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    run(choose(problem_of(rows, weight, gain, target), x.device), rows, weight, eps, gain, bias, target)
-    if not in_place:
-        out.copy_(target.view(out.shape))
+    with written_in_place(out) as target:
+        run(choose(problem_of(rows, weight, gain, target), x.device), rows, weight, eps, gain, bias, target)

@@ -1,23 +1,41 @@
-"""Run a deferred norm in the way a configuration names. The only place that imports the Triton kernels."""
+"""Run a deferred norm in the way a configuration names. The only place that imports the kernels."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from flashnorm.kernels import reference
-from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, Reference, SplitK, TmaGemm
+from flashnorm.kernels.configs import (
+    Config,
+    DeferredGemm,
+    Fused,
+    Gemv,
+    NormLinear,
+    Reference,
+    SplitK,
+    Streamed,
+    TmaGemm,
+)
 
 
 def run(
-    config: Config, x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, out: Tensor
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    activation: str | None = None,
 ) -> None:
-    """Write ((x ⊙ gain) Wᵀ)/RMS(x) + bias into `out`. `x`: (M, K), `weight`: (N, K), `out`: (M, N), rows contiguous.
+    """Write ((x ⊙ gain) Wᵀ)/RMS(x) + bias into `out`, or act(gate) ⊙ up of it where `activation` is given.
 
-    `gain` must be None for the families that `dispatch.fits` refuses it to.
+    `x`: (M, K), `weight`: (N, K), or (2N, K) with gate first, `out`: (M, N), rows contiguous. `gain` and `activation`
+    must be None for the families that `dispatch.fits` refuses them to, and a gated form takes no `bias`.
     """
     match config:
         case Reference():
-            out.copy_(reference.rms_linear(x, weight, eps, gain, bias))
+            out.copy_(_reference(x, weight, eps, gain, bias, activation))
         case Gemv():
             from flashnorm.kernels.gemv import gemv
 
@@ -35,10 +53,25 @@ def run(
 
             deferred_gemm(x, weight, eps, bias, out, config)
         case NormLinear():
-            from flashnorm.kernels.norm_linear import norm_linear
+            from flashnorm.kernels.norm_linear import norm_gated_linear, norm_linear
 
-            norm_linear(x, weight, eps, gain, bias, out, config)
+            if activation is None:
+                norm_linear(x, weight, eps, gain, bias, out, config)
+            else:
+                norm_gated_linear(x, weight, eps, gain, out, config, activation)
         case TmaGemm():
             from flashnorm.kernels.cuda.tma_gemm import tma_gemm
 
-            tma_gemm(x, weight, eps, bias, out, config)
+            tma_gemm(x, weight, eps, bias, out, config, activation=activation)
+        case Streamed():
+            from flashnorm.kernels.cuda.streamed import streamed
+
+            streamed(x, weight, eps, bias, out, config, activation=activation)
+
+
+def _reference(
+    x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    if activation is None:
+        return reference.rms_linear(x, weight, eps, gain, bias)
+    return reference.rms_swiglu_linear(x, weight, eps, gain, activation)

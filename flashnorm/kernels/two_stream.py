@@ -27,7 +27,8 @@ def overlapped_rms_linear(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor
     fork.record(main)
     side.wait_event(fork)
     with torch.cuda.stream(side):
-        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         join.record(side)
     x.record_stream(side)
     product = _wide_product(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])

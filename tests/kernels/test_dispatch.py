@@ -58,8 +58,8 @@ def test_what_a_family_cannot_run(config, changes):
 
 
 def test_rows_between_two_listed_take_the_larger():
-    assert _choose(k=4096, n=6144, m=17) == HOPPER[4096, 6144][64]
-    assert _choose(k=4096, n=6144, m=8192) == HOPPER[4096, 6144][4096]
+    assert _choose(k=4096, n=6144, m=17) == HOPPER[4096, 6144, False][64]
+    assert _choose(k=4096, n=6144, m=8192) == HOPPER[4096, 6144, False][4096]
 
 
 def test_the_table_is_what_the_kernels_read():

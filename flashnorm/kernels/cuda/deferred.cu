@@ -13,13 +13,7 @@
 //   GATED, ACTIVATION  out = act(gate) ⊙ up, where W holds the rows of gate, then those of up
 //   HALF, IS_BF16, wgmma(...)   the element type, and the instruction for BLOCK_N (see wgmma.py)
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 enum { NONE, INSIDE, BESIDE };
-enum { LINEAR, SILU, GELU_TANH, RELU };
-
-struct alignas(64) TensorMap { char opaque[128]; };
 
 struct Problem {
     int M, N, K;
@@ -30,13 +24,12 @@ struct Problem {
     int beside;    // blocks that take 1/RMS, before those that multiply
     // With BESIDE: x once more, (M,) for 1/RMS, and two counters, zero before and after each launch: blocks beside that
     // are done, and multiplying blocks that have read what they did.
-    const unsigned short* x;
+    const u16* x;
     long long x_stride;
     float* scale;
     u32* counters;
 };
 
-constexpr int WARP = 32, WARPGROUP = 128;
 constexpr int BLOCK_K = 64, ROW_BYTES = 2 * BLOCK_K;
 constexpr int X_BYTES = BLOCK_M * ROW_BYTES, W_BYTES = BLOCK_N * ROW_BYTES;
 constexpr int SLABS = BLOCK_M / CONSUMERS / 64;  // of 64 rows, the height of a wgmma, for each consumer
@@ -54,97 +47,6 @@ struct Shared {
     float scale[2][BLOCK_M];
     u64 full[STAGES], empty[STAGES], scale_full[2], scale_empty[2];
 };
-
-// ---- PTX, one instruction each ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
-
-__device__ __forceinline__ void barrier_init(u64* barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(address(barrier)), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int column, int row, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            address(to)),
-        "l"(map), "r"(column), "r"(row), "r"(address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void prefetch_tile(const TensorMap* map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_tile(const TensorMap* map, int column, int row, const void* from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
-                 "r"(row), "r"(address(from)) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-template <int PENDING>
-__device__ __forceinline__ void stores_have_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// A tile of rows of 128 bytes under the 128-byte swizzle; eight rows are 1024 bytes apart from the next eight.
-__device__ __forceinline__ u64 descriptor(const void* tile) {
-    return (u64)((address(tile) & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ void sync_warpgroup(int id) {
-    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
-
-// All that a kernel reads or writes may be in use by the kernel before it; only after this wait it may be touched, and
-// only then may the kernel after it be started (see kernels/launch.py).
-__device__ __forceinline__ void wait_for_predecessor() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-}
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 pair;
-    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ float widened(unsigned short bits) {
-    float value;
-    if (IS_BF16) return __uint_as_float((u32)bits << 16);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ float add_squares(u32 pair, float sum) {
-    const float low = IS_BF16 ? __uint_as_float(pair << 16) : widened(pair & 0xFFFF);
-    const float high = IS_BF16 ? __uint_as_float(pair & 0xFFFF0000) : widened(pair >> 16);
-    return fmaf(high, high, fmaf(low, low, sum));
-}
-
-__device__ __forceinline__ float add_squares(uint4 eight, float sum) {
-    return add_squares(eight.w, add_squares(eight.z, add_squares(eight.y, add_squares(eight.x, sum))));
-}
 
 // ---- Where a block is in its work ---------------------------------------------------------------------------------
 
@@ -188,6 +90,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, cons
         for (int part = 0; part < (GATED ? 2 : 1); part++)
             prefetch_tile(w, step * BLOCK_K, tiles.column + part * problem.N);
     wait_for_predecessor();
+    launch_dependents();
     for (; tiles.left(); tiles.step())
         for (int step = 0; step < steps; step++, ring.step()) {
             u64* full = &shared.full[ring.slot];
@@ -202,18 +105,14 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, cons
 
 // ---- BESIDE: blocks that take 1/RMS, and the warp of every other block that fetches it ----------------------------
 
-__device__ __forceinline__ float sum_of_warp(float sum) {
-    for (int apart = 1; apart < WARP; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    return sum;
-}
-
 // scale[m] = 1/RMS of row m of x. A warp reads two rows at a time, to have more loads in flight.
 __device__ __forceinline__ void take_scales(const Problem& problem) {
     constexpr int ROWS = 2;
     const int lane = threadIdx.x % WARP, warps = problem.beside * blockDim.x / WARP, vectors = problem.K / 8;
     wait_for_predecessor();
+    launch_dependents();
     for (int m = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; m < problem.M; m += ROWS * warps) {
-        const unsigned short* rows[ROWS];
+        const u16* rows[ROWS];
         float sums[ROWS] = {};
         for (int i = 0; i < ROWS; i++) rows[i] = problem.x + min(m + i * warps, problem.M - 1) * problem.x_stride;
 #pragma unroll 8
@@ -254,12 +153,6 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Problem& prob
 }
 
 // ---- The consumers ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float activated(float gate) {
-    if (ACTIVATION == SILU) return gate / (1 + __expf(-gate));
-    if (ACTIVATION == GELU_TANH) return gate / (1 + __expf(-1.5957691216f * (gate + 0.044715f * gate * gate * gate)));
-    return fmaxf(gate, 0.f);
-}
 
 // Two neighbouring outputs of one row.
 __device__ __forceinline__ u32 output(const float* products, int at, float scale, const float* bias) {
@@ -319,7 +212,7 @@ __device__ __forceinline__ void store_slab(Shared& shared, const float* products
             float offsets[2] = {0, 0};
             if (bias)
                 for (int i = 0; i < 2; i++)
-                    if (first + i < N) offsets[i] = widened(((const unsigned short*)bias)[first + i]);
+                    if (first + i < N) offsets[i] = widened(((const u16*)bias)[first + i]);
             const u32 above = output(products, at, upper, offsets), below = output(products, at + 2, lower, offsets);
             constexpr int units = CHUNK / 8;  // of 16 bytes, in a row of the chunk
             const int staged = warp * 16 + lane % 16, unit = block ^ (staged / (8 / units) % units);
@@ -331,10 +224,6 @@ __device__ __forceinline__ void store_slab(Shared& shared, const float* products
         sync_warpgroup(1 + consumer);
         if (threadIdx.x % WARPGROUP == 0) store_tile(out, column + chunk * CHUNK, row, staging);
     }
-}
-
-__device__ __forceinline__ void release(u64* empty) {
-    if (threadIdx.x % WARP == 0) barrier_arrive(empty);
 }
 
 __device__ __forceinline__ void consume(Shared& shared, int consumer, const TensorMap* out, const void* bias,

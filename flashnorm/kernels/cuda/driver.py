@@ -75,7 +75,7 @@ def _tensor_map(
 
 
 def launch(function: Any, grid: Grid, arguments: tuple[bytes | ctypes._SimpleCData[Any], ...], stream: int) -> None:
-    """Launch, allowed to start before the kernel before it ends (see `kernels/launch.py`). Bytes are passed by value."""
+    """Launch; it may start before the kernel before it ends (see `kernels/launch.py`). Bytes are passed by value."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1

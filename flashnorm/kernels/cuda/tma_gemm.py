@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashnorm.kernels.configs import TmaGemm
-from flashnorm.kernels.cuda.compiler import cubin
+from flashnorm.kernels.cuda import kernel as kernels
 from flashnorm.kernels.cuda.counters import counters, prepare
-from flashnorm.kernels.cuda.driver import Grid, launch, load, tensor_map
+from flashnorm.kernels.cuda.driver import Grid, launch, tensor_map
 from flashnorm.kernels.cuda.wgmma import wgmma_source
 
-ARCHITECTURE = "sm_90a"
 _BLOCK_K = 64
 _WARPGROUP = 128
-_HALF = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def tma_gemm(
@@ -46,6 +41,7 @@ def tma_gemm(
     beside = config.beside if config.norm == "beside" else 0
     stream = torch.cuda.current_stream(x.device)
     scale = torch.empty(M if beside else 0, dtype=torch.float32, device=x.device)
+    pair = counters(stream).data_ptr() if beside else 0
     launch(
         kernel.function,
         Grid(beside + min(kernel.multiprocessors - beside, tiles), _WARPGROUP * (1 + config.consumers), kernel.shared),
@@ -55,27 +51,17 @@ def tma_gemm(
             tensor_map(out, 64, _chunk(width)),
             ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
             struct.pack("iiifiiii", M, N, K, eps, config.group, config.prefetch, x_rows, beside)
-            + struct.pack(
-                "QqQQ", x.data_ptr(), x.stride(0), scale.data_ptr(), counters(stream).data_ptr() if beside else 0
-            ),
+            + struct.pack("QqQQ", x.data_ptr(), x.stride(0), scale.data_ptr(), pair),
         ),
         stream.cuda_stream,
     )
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    function: Any
-    shared: int
-    multiprocessors: int
-
-
 @cache
-def _kernel(config: TmaGemm, dtype: torch.dtype, activation: str | None, device: torch.device) -> _Kernel:
+def _kernel(config: TmaGemm, dtype: torch.dtype, activation: str | None, device: torch.device) -> kernels.Kernel:
     prepare(device)
     shared = shared_bytes(config, gated=activation is not None)
-    function = load(cubin(source(config, dtype, activation), ARCHITECTURE), "deferred", shared, device)
-    return _Kernel(function, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+    return kernels.kernel(source(config, dtype, activation), "deferred", shared, device)
 
 
 def shared_bytes(config: TmaGemm, *, gated: bool = False) -> int:
@@ -93,14 +79,8 @@ def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
         "NORM": config.norm.upper(),
-        "GATED": int(activation is not None),
-        "ACTIVATION": (activation or "linear").upper(),
-        "IS_BF16": int(dtype == torch.bfloat16),
-        "HALF": f'"{_HALF[dtype]}"',
     }
-    definitions = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    body = resources.files("flashnorm.kernels.cuda").joinpath("deferred.cu").read_text(encoding="utf-8")
-    return definitions + wgmma_source(config.block_n, _HALF[dtype]) + body
+    return kernels.source("deferred", macros, dtype, activation, wgmma_source(config.block_n, kernels.HALF[dtype]))
 
 
 def _chunk(width: int) -> int:

@@ -1,4 +1,4 @@
-"""The text of one `wgmma` instruction: its operands are as many as a tile has columns, so C++ would need one for each."""
+"""The text of one `wgmma` instruction: it names half as many registers as a tile has columns."""
 
 from __future__ import annotations
 

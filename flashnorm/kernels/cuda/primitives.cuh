@@ -1,0 +1,130 @@
+// What the kernels share: barriers, the copy engine, number formats. The element type comes as HALF ("bf16" or "f16")
+// and IS_BF16, the activation of gated kernels as ACTIVATION.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;  // one element
+
+enum { LINEAR, SILU, GELU_TANH, RELU };
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+constexpr int WARP = 32, WARPGROUP = 128;
+
+__device__ __forceinline__ u32 address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+
+// One lane arrives for its warp, which has read all it needs.
+__device__ __forceinline__ void release(u64* empty) {
+    if (threadIdx.x % WARP == 0) barrier_arrive(empty);
+}
+
+__device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+                 "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            address(to)),
+        "l"(map), "r"(column), "r"(row), "r"(address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tile(const TensorMap* map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_tile(const TensorMap* map, int column, int row, const void* from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+                 "r"(row), "r"(address(from)) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void stores_have_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A tile of rows of 128 bytes under the 128-byte swizzle; eight rows are 1024 bytes apart from the next eight.
+__device__ __forceinline__ u64 descriptor(const void* tile) {
+    return (u64)((address(tile) & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ void sync_warpgroup(int id) {
+    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// All that a kernel reads or writes may be in use by the kernel before it; only after this wait it may be touched, and
+// only then may the kernel after it be started (see kernels/launch.py).
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float widened(u16 bits) {
+    float value;
+    if (IS_BF16) return __uint_as_float((u32)bits << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ float low_of(u32 pair) { return IS_BF16 ? __uint_as_float(pair << 16) : widened(pair & 0xFFFF); }
+
+__device__ __forceinline__ float high_of(u32 pair) {
+    return IS_BF16 ? __uint_as_float(pair & 0xFFFF0000) : widened(pair >> 16);
+}
+
+__device__ __forceinline__ float add_squares(u32 pair, float sum) {
+    return fmaf(high_of(pair), high_of(pair), fmaf(low_of(pair), low_of(pair), sum));
+}
+
+__device__ __forceinline__ float add_squares(uint4 eight, float sum) {
+    return add_squares(eight.w, add_squares(eight.z, add_squares(eight.y, add_squares(eight.x, sum))));
+}
+
+__device__ __forceinline__ float sum_of_warp(float sum) {
+    for (int apart = 1; apart < WARP; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    return sum;
+}
+
+// Both are gate / (1 + exp(-u)), with GELU's tanh form for u = 2 sqrt(2/pi) (gate + 0.044715 gate³).
+__device__ __forceinline__ float activated(float gate) {
+    if (ACTIVATION == RELU) return gate < 0 ? 0 : gate;  // keeps a NaN
+    const float u = ACTIVATION == SILU ? gate : 1.5957691216f * gate * fmaf(0.044715f * gate, gate, 1.f);
+    return __fdividef(gate, 1 + __expf(-u));
+}

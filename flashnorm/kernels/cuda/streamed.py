@@ -1,0 +1,67 @@
+"""Run `streamed.cu`: the deferred norm of one row at the speed of memory, on Hopper GPUs."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flashnorm.kernels.configs import Streamed
+from flashnorm.kernels.cuda import kernel as kernels
+from flashnorm.kernels.cuda.driver import Grid, launch
+
+_WARP = 32
+_GROUP = 32  # outputs that are finished at once: as in `streamed.cu`
+
+
+def streamed(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    out: Tensor,
+    config: Streamed,
+    *,
+    activation: str | None = None,
+) -> None:
+    """Write (x Wᵀ)/RMS(x) + bias into `out`, or act(gate) ⊙ up of it where `activation` is given.
+
+    `x`: (1, K), `weight`: (N, K), or (2N, K) with gate first, `out`: (1, N); bf16 or fp16, all addressable, and K a
+    multiple of 8.
+    """
+    K, N = x.shape[1], out.shape[1]
+    kernel = _kernel(config, x.dtype, activation, K, x.device)
+    launch(
+        kernel.function,
+        Grid(min(N, kernel.multiprocessors * config.blocks), _WARP * (config.warps + 1), kernel.shared),
+        (
+            struct.pack("QQQ", x.data_ptr(), weight.data_ptr(), out.data_ptr())
+            + struct.pack("Qq", bias.data_ptr() if bias is not None else 0, weight.stride(0))
+            + struct.pack("ifi", N, eps, config.prefetch)
+            + bytes(4),
+        ),
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+
+
+@cache
+def _kernel(
+    config: Streamed, dtype: torch.dtype, activation: str | None, k: int, device: torch.device
+) -> kernels.Kernel:
+    shared = shared_bytes(config, gated=activation is not None)
+    return kernels.kernel(source(config, k, dtype, activation), "streamed", shared, device)
+
+
+def shared_bytes(config: Streamed, *, gated: bool = False) -> int:
+    """Shared memory of one block, as `struct Shared` lays it out, with room to align it."""
+    ring = config.stages * (2 * config.chunk_k + 16)
+    sums = (2 * _GROUP * (2 if gated else 1) + 1) * 4 * config.warps
+    return ring + sums + 16 + 2 * 128
+
+
+def source(config: Streamed, k: int, dtype: torch.dtype, activation: str | None = None) -> str:
+    """The text that is compiled for one configuration and width."""
+    macros = {"K": k, "CHUNK_K": config.chunk_k, "STAGES": config.stages, "WARPS": config.warps}
+    return kernels.source("streamed", macros, dtype, activation)

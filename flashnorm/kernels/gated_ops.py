@@ -1,0 +1,102 @@
+"""RMSNorm, gate and up projection and their activation as one operation, registered with `torch.library`."""
+
+from typing import Optional
+
+from torch import Tensor
+from torch.library import custom_op
+
+from flashnorm.errors import ShapeError
+from flashnorm.kernels.arguments import check_linear, check_separate
+from flashnorm.kernels.dispatch import choose, problem_of
+from flashnorm.kernels.layout import row_contiguous
+from flashnorm.kernels.ops import written_in_place
+from flashnorm.kernels.reference import ACTIVATIONS
+from flashnorm.kernels.run import run
+
+
+def rms_swiglu_linear(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    eps: float,
+    *,
+    gain: Optional[Tensor] = None,  # noqa: UP045
+    activation: str = "silu",
+    out: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """act(gate) ⊙ up, where [gate; up] = ((x ⊙ gain) Wᵀ) / sqrt(mean(x²) + eps): the norm and the first half of an MLP.
+
+    `x`: (..., K); `gate_up_weight`: (2N, K), gate's rows first; `gain`: (K,), omitted where it was folded into the
+    weight; `activation`: "silu", "gelu_tanh" or "relu". All of one dtype and on one device. Returns (..., N) in
+    `x.dtype`; with `out`, writes there and returns it. Arithmetic is in fp32 (fp64 for fp64) and rounded once, except
+    where the fastest way is the plain sequence, which rounds the normed x, gate and up too. There is no backward.
+
+    Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
+    """
+    if activation not in ACTIVATIONS:
+        raise ShapeError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    if gate_up_weight.dim() == 2 and gate_up_weight.shape[0] % 2:
+        raise ShapeError(f"gate_up_weight must hold as many rows for gate as for up, not {len(gate_up_weight)} in all")
+    check_linear(x, gate_up_weight, rows=gate_up_weight.shape[0] // 2, gain=gain, out=out)
+    if out is None:
+        return _rms_swiglu_linear(x, gate_up_weight, eps, gain, activation)
+    check_separate(out, x=x, gate_up_weight=gate_up_weight, gain=gain)
+    _rms_swiglu_linear_out(x, gate_up_weight, eps, gain, activation, out)
+    return out
+
+
+@custom_op("flashnorm::rms_swiglu_linear", mutates_args=())
+def _rms_swiglu_linear(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    activation: str,
+) -> Tensor:
+    out = x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
+    _write(x, gate_up_weight, eps, gain, activation, out)
+    return out
+
+
+@_rms_swiglu_linear.register_fake
+def _(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    activation: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
+
+
+@custom_op("flashnorm::rms_swiglu_linear_out", mutates_args=("out",))
+def _rms_swiglu_linear_out(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    activation: str,
+    out: Tensor,
+) -> None:
+    _write(x, gate_up_weight, eps, gain, activation, out)
+
+
+@_rms_swiglu_linear_out.register_fake
+def _(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    eps: float,
+    gain: Optional[Tensor],  # noqa: UP045
+    activation: str,
+    out: Tensor,
+) -> None:
+    pass
+
+
+def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, activation: str, out: Tensor) -> None:
+    if out.numel() == 0:
+        return
+    rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    gain = gain if gain is None else gain.contiguous()
+    with written_in_place(out) as target:
+        config = choose(problem_of(rows, weight, gain, target, activation), x.device)
+        run(config, rows, weight, eps, gain, None, target, activation)
