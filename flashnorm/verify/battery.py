@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Union
 
 import torch
 from torch import nn
 
-from flashnorm.errors import CheckpointError, Refusal
+from flashnorm.errors import CheckpointError, FlashnormError, Refusal
 from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check
 from flashnorm.verify.evaluate import Answers, Progress, dtype_name, evaluate
 from flashnorm.verify.greedy import GreedyPair, compare_greedy
 from flashnorm.verify.logits import compare_logits, masked_tokens, without_tokens
 from flashnorm.verify.perplexity import compare_perplexity
-from flashnorm.verify.report import VerifyReport
+from flashnorm.verify.reach import differing
+from flashnorm.verify.report import Check, VerifyReport
 from flashnorm.verify.samples import Samples, make_samples
+from flashnorm.verify.stored import stored_check
 from flashnorm.verify.subject import Subject, check_comparable, open_subject
 
 Model = Union[str, "os.PathLike[str]", nn.Module]
@@ -59,15 +62,46 @@ def verify(
     if not (source.logits.isfinite().all() and source.exact.isfinite().all()):
         raise CheckpointError(f"the logits of {ours.name} are not finite: there is nothing to compare with")
     folded = evaluate(theirs, samples, new_tokens, source.arithmetic.own, source.arithmetic.oracle, progress)
-    return _judge(ours, theirs, samples, source, without_tokens(folded, masked))
+    rest = _compare_unused(ours, theirs, differing(source.unused, folded.unused), trust_remote_code, progress)
+    return _judge(ours, theirs, samples, source, without_tokens(folded, masked), rest)
 
 
 def _silent(step: str) -> None:
     pass
 
 
-def _judge(ours: Subject, theirs: Subject, samples: Samples, source: Answers, folded: Answers) -> VerifyReport:
-    checks = [finite_check(folded.logits, folded.exact)]
+@dataclass(frozen=True)
+class _Rest:
+    """What is known of the weights that the logits do not depend on, beyond those that are the same in both."""
+
+    checks: tuple[Check, ...] = ()
+    not_compared: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _compare_unused(
+    ours: Subject, theirs: Subject, names: tuple[str, ...], trust_remote_code: bool, progress: Progress
+) -> _Rest:
+    """`names`: weights that differ and that no token id reaches, which are checked as they are stored if they can be."""
+    if not names:
+        return _Rest()
+    unreached = f"token ids do not reach {len(names)} weights that differ ({names[0]} for one)"
+    if ours.folder is None or theirs.folder is None:
+        return _Rest((), names, (f"{unreached}, so they were not compared: give checkpoint folders",))
+    progress(f"{theirs.name}: {len(names)} weights that token ids do not reach")
+    try:
+        check = stored_check(ours.folder, theirs.folder, trust_remote_code)
+    except FlashnormError as reason:  # a folder that is no whole checkpoint, or a model that cannot be audited
+        return _Rest((), names, (f"{unreached}, and they were not compared: {reason}",))
+    return _Rest(
+        (check,), (), (f"{unreached}: those were compared as they are stored, with the norms' readers by audit",)
+    )
+
+
+def _judge(
+    ours: Subject, theirs: Subject, samples: Samples, source: Answers, folded: Answers, rest: _Rest
+) -> VerifyReport:
+    checks = [finite_check(folded.logits, folded.exact), *rest.checks]
     figures, perplexity = None, None
     pairs: tuple[GreedyPair, ...] = ()
     if checks[0].passed:
@@ -91,7 +125,8 @@ def _judge(ours: Subject, theirs: Subject, samples: Samples, source: Answers, fo
         perplexity=perplexity,
         greedy=pairs,
         checks=tuple(checks),
-        notes=tuple(_notes(samples, source, folded)),
+        notes=(*_notes(samples, source, folded), *rest.notes),
+        not_compared=rest.not_compared,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from flashnorm.verify.forward import TransformersModel, logits_of
 from flashnorm.verify.greedy import Continuation, greedy
 from flashnorm.verify.oracle import choose_oracle, exact_logits
 from flashnorm.verify.perplexity import token_losses
+from flashnorm.verify.reach import fingerprints, unused_weights
 from flashnorm.verify.samples import Samples, context_limit
 from flashnorm.verify.subject import Subject, refusing
 
@@ -35,13 +36,17 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one model says. Logits: (positions, vocabulary), in its own dtype and in the oracle's; losses: (tokens,)."""
+    """What one model says. Logits: (positions, vocabulary), in its own dtype and in the oracle's; losses: (tokens,).
+
+    `unused`: weights that the logits do not depend on, with the SHA-256 of each as it is stored.
+    """
 
     arithmetic: Arithmetic
     logits: torch.Tensor
     exact: torch.Tensor
     losses: torch.Tensor | None
     continuations: list[Continuation]
+    unused: dict[str, str] = field(default_factory=dict)
 
 
 def evaluate(
@@ -67,17 +72,19 @@ def evaluate(
         model = subject.load(own)
     with refusing(f"{subject.name} cannot be run"):
         progress(f"{subject.name}: logits in {dtype_name(own)}")
-        logits = logits_of(model, samples.excerpts)
+        with unused_weights(model) as names:
+            logits = logits_of(model, samples.excerpts)
         if own != stored:
             del model
             model = subject.load(None)
+        unused = fingerprints(model, names)
         arithmetic = Arithmetic(stored, own, oracle or choose_oracle(model, own, logits.numel()))
         model = model.to(arithmetic.fine)
         continuations = _continue(model, subject, samples, new_tokens, progress)
         losses = _lose(model, subject, samples, progress)
         progress(f"{subject.name}: logits in {dtype_name(arithmetic.oracle)}")
         exact = exact_logits(model, samples.excerpts, arithmetic.oracle)
-    return Answers(arithmetic, logits, exact, losses, continuations)
+    return Answers(arithmetic, logits, exact, losses, continuations, unused)
 
 
 def _continue(

@@ -24,7 +24,8 @@ def report_tables(report: VerifyReport) -> RenderableType:
 def verdict(report: VerifyReport) -> str:
     """One line: passed, or what failed and what that means."""
     if report.passed:
-        return f"passed: {len(report.checks)} checks; the candidate computes what the reference computes"
+        rest = f", except for {len(report.not_compared)} weights that were not compared" if report.not_compared else ""
+        return f"passed: {len(report.checks)} checks; the candidate computes what the reference computes{rest}"
     return "; ".join(check.meaning for check in report.failures)
 
 

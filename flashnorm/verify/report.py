@@ -52,7 +52,10 @@ class LogitFigures:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Everything that was measured, and the checks that decide. `notes`: what a reader should know about how."""
+    """Everything that was measured, and the checks that decide. `notes`: what a reader should know about how.
+
+    `not_compared`: weights in which the two differ and that no check reached.
+    """
 
     reference: str
     candidate: str
@@ -65,6 +68,7 @@ class VerifyReport:
     greedy: tuple[GreedyPair, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    not_compared: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -93,6 +97,7 @@ class VerifyReport:
             greedy=tuple(_pair(row) for row in table["greedy"]),
             checks=tuple(_of(Check, row) for row in table["checks"]),
             notes=tuple(table["notes"]),
+            not_compared=tuple(table.get("not_compared", ())),
         )
 
 

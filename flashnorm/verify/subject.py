@@ -37,6 +37,7 @@ class Subject:
     config: Any
     tokenizer: Any  # None where there is none
     load: Callable[[torch.dtype | None], TransformersModel]
+    folder: Path | None = None  # None: a live module
 
     @property
     def vocabulary(self) -> int | None:
@@ -64,7 +65,7 @@ def open_subject(source: str | os.PathLike[str] | nn.Module, trust_remote_code: 
         with refusing(f"{folder} cannot be loaded by Transformers"):
             return load(folder, trust_remote_code=trust_remote_code, dtype=dtype or "auto")
 
-    return Subject(str(folder), config, _tokenizer(folder, trust_remote_code), load_folder)
+    return Subject(str(folder), config, _tokenizer(folder, trust_remote_code), load_folder, folder)
 
 
 def _module_subject(module: nn.Module) -> Subject:
