@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK, Streamed, TmaGemm
+from flashnorm.kernels.cuda.memory import tma_gemm_bytes
 
-SHARED_MEMORY = 230_000  # of 232,448 bytes on Hopper; barriers and descriptors take the rest
+SHARED_MEMORY = 232_448  # bytes that one block may have on Hopper
 MULTIPROCESSORS = 132
+_FOR_TRITON = 230_000  # its barriers and descriptors take the rest
 _TILES_N = ((32, 0), (64, 0), (128, 0), (256, 0), (32, 16), (64, 32), (128, 64))
 
 
@@ -48,7 +51,7 @@ def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:
     for (block_m, consumers), block_n in product(tiles, widths):
         if (gated and block_n % 16) or block_m * block_n > 128 * 256:
             continue
-        stages = min(_deepest(block_m, block_n, consumers), max(2, -(-k // 64)))
+        stages = min(_deepest(TmaGemm(block_m, block_n, consumers), gated), max(2, -(-k // 64)))
         count = -(-m // block_m) * -(-n * (2 if gated else 1) // block_n)
         for norm, beside in (("inside", 0), ("beside", 4), ("beside", 16), ("beside", 32)):
             waves = -(-count // (MULTIPROCESSORS - beside))
@@ -59,10 +62,9 @@ def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:
                     yield TmaGemm(block_m, block_n, consumers, stages, norm, beside, group, prefetch)
 
 
-def _deepest(block_m: int, block_n: int, consumers: int) -> int:
-    """The most stages that fit in shared memory beside the staged output and the barriers."""
-    staging = consumers * 2 * 64 * 64 * 2
-    return min(16, (SHARED_MEMORY - staging - 8 * block_m - 2048) // ((block_m + block_n) * 128))
+def _deepest(tile: TmaGemm, gated: bool) -> int:
+    """The most stages, up to 16, that fit in shared memory."""
+    return max(n for n in range(17) if tma_gemm_bytes(replace(tile, stages=n), gated=gated) <= SHARED_MEMORY)
 
 
 def _gemv(k: int) -> Iterator[Gemv]:
@@ -80,7 +82,7 @@ def _split_k(m: int, k: int, n: int) -> Iterator[SplitK]:
         memory = (block_n + block_m) * block_k * 2 * stages
         programs = -(-n // block_n) * split
         busy = k <= 1024 or (80 <= programs <= 420 and memory >= 60_000)
-        if memory <= SHARED_MEMORY and split * block_k <= k and busy:
+        if memory <= _FOR_TRITON and split * block_k <= k and busy:
             for prefetch, reduce_n in product((0, 256), (256, 512)):
                 yield SplitK(block_n, block_k, split, stages, 4, reduce_n, prefetch)
 
@@ -100,7 +102,7 @@ def _deferred_gemm(m: int, k: int, n: int) -> Iterator[DeferredGemm]:
         width = block_n + extra_n
         memory = (block_m + width) * block_k * 2 * stages + block_m * width * (1 if halves else 2)
         tiles = -(-m // block_m) * -(-n // width)
-        if memory > SHARED_MEMORY or (k > 1024 and not 40 <= tiles <= 1600) or (halves and (extra_n or block_n < 128)):
+        if memory > _FOR_TRITON or (k > 1024 and not 40 <= tiles <= 1600) or (halves and (extra_n or block_n < 128)):
             continue
         warps = 8 if block_m * width > 128 * 128 else 4
         if k <= 1024:

@@ -8,11 +8,22 @@ import pytest
 import torch
 
 from flashnorm.kernels import dispatch
-from flashnorm.kernels.configs import DeferredGemm, Fused, Gemv, NormLinear, Reference, SplitK, from_dict, to_dict
+from flashnorm.kernels.configs import (
+    DeferredGemm,
+    Fused,
+    Gemv,
+    NormLinear,
+    Reference,
+    SplitK,
+    Streamed,
+    TmaGemm,
+    from_dict,
+    to_dict,
+)
 from flashnorm.kernels.dispatch import Problem, fits
 
 HOPPER = dispatch._table((9, 0))
-PLAIN = Problem(m=1, k=1000, n=1000, dtype=torch.bfloat16, gained=False, addressable=True)
+PLAIN = Problem(m=1, k=1000, n=1000, dtype=torch.bfloat16, gained=False, addressable=True, hopper=True)
 
 
 def _choose(**changes):
@@ -33,8 +44,10 @@ def test_shapes_that_are_not_listed(m, family):
 @pytest.mark.parametrize("gained", [False, True])
 @pytest.mark.parametrize("addressable", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_choice_can_always_run(m, k, n, gained, addressable, dtype):
-    problem = Problem(m, k, n, dtype, gained, addressable)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("hopper", [False, True])
+def test_a_choice_can_always_run(m, k, n, gained, addressable, dtype, gated, hopper):
+    problem = Problem(m, k, n, dtype, gained, addressable, gated, hopper)
     assert fits(dispatch._choose(problem, HOPPER), problem)
 
 
@@ -50,6 +63,15 @@ def test_a_choice_can_always_run(m, k, n, gained, addressable, dtype):
         (DeferredGemm(), {"gained": True}),
         (DeferredGemm(), {"dtype": torch.float32}),
         (Fused(), {"gained": True}),
+        (TmaGemm(), {"hopper": False}),
+        (TmaGemm(), {"addressable": False}),
+        (TmaGemm(), {"gained": True}),
+        (TmaGemm(block_n=24), {"gated": True}),
+        (Streamed(), {"hopper": False}),
+        (Streamed(), {"m": 2}),
+        (Streamed(), {"k": 1001}),
+        (Gemv(), {"gated": True}),
+        (SplitK(), {"gated": True}),
     ],
 )
 def test_what_a_family_cannot_run(config, changes):
@@ -64,8 +86,11 @@ def test_rows_between_two_listed_take_the_larger():
 
 def test_the_table_is_what_the_kernels_read():
     text = resources.files("flashnorm.kernels").joinpath("tables", "hopper.json").read_text(encoding="utf-8")
-    for entry in json.loads(text)["entries"]:
-        assert to_dict(from_dict(entry["config"])) == {**to_dict(from_dict(entry["config"])), **entry["config"]}
+    entries = json.loads(text)["entries"]
+    assert len(entries) == sum(map(len, HOPPER.values()))
+    for entry in entries:
+        chosen = _choose(m=entry["m"], k=entry["k"], n=entry["n"], gated=entry["gated"])
+        assert to_dict(chosen) == entry["config"]
 
 
 def test_an_unknown_parameter_is_refused():

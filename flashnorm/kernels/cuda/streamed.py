@@ -11,9 +11,9 @@ from torch import Tensor
 from flashnorm.kernels.configs import Streamed
 from flashnorm.kernels.cuda import kernel as kernels
 from flashnorm.kernels.cuda.driver import Grid, launch
+from flashnorm.kernels.cuda.memory import streamed_bytes
 
 _WARP = 32
-_GROUP = 32  # outputs that are finished at once: as in `streamed.cu`
 
 
 def streamed(
@@ -50,15 +50,8 @@ def streamed(
 def _kernel(
     config: Streamed, dtype: torch.dtype, activation: str | None, k: int, device: torch.device
 ) -> kernels.Kernel:
-    shared = shared_bytes(config, gated=activation is not None)
+    shared = streamed_bytes(config, gated=activation is not None)
     return kernels.kernel(source(config, k, dtype, activation), "streamed", shared, device)
-
-
-def shared_bytes(config: Streamed, *, gated: bool = False) -> int:
-    """Shared memory of one block, as `struct Shared` lays it out, with room to align it."""
-    ring = config.stages * (2 * config.chunk_k + 16)
-    sums = (2 * _GROUP * (2 if gated else 1) + 1) * 4 * config.warps
-    return ring + sums + 16 + 2 * 128
 
 
 def source(config: Streamed, k: int, dtype: torch.dtype, activation: str | None = None) -> str:

@@ -13,9 +13,9 @@ from flashnorm.kernels.configs import TmaGemm
 from flashnorm.kernels.cuda import kernel as kernels
 from flashnorm.kernels.cuda.counters import counters, prepare
 from flashnorm.kernels.cuda.driver import Grid, launch, tensor_map
+from flashnorm.kernels.cuda.memory import BLOCK_K, stored_columns, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
 
-_BLOCK_K = 64
 _WARPGROUP = 128
 
 
@@ -46,9 +46,9 @@ def tma_gemm(
         kernel.function,
         Grid(beside + min(kernel.multiprocessors - beside, tiles), _WARPGROUP * (1 + config.consumers), kernel.shared),
         (
-            tensor_map(x, x_rows, _BLOCK_K),
-            tensor_map(weight, width, _BLOCK_K),
-            tensor_map(out, 64, _chunk(width)),
+            tensor_map(x, x_rows, BLOCK_K),
+            tensor_map(weight, width, BLOCK_K),
+            tensor_map(out, 64, stored_columns(width)),
             ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
             struct.pack("iiifiiii", M, N, K, eps, config.group, config.prefetch, x_rows, beside)
             + struct.pack("QqQQ", x.data_ptr(), x.stride(0), scale.data_ptr(), pair),
@@ -60,15 +60,8 @@ def tma_gemm(
 @cache
 def _kernel(config: TmaGemm, dtype: torch.dtype, activation: str | None, device: torch.device) -> kernels.Kernel:
     prepare(device)
-    shared = shared_bytes(config, gated=activation is not None)
+    shared = tma_gemm_bytes(config, gated=activation is not None)
     return kernels.kernel(source(config, dtype, activation), "deferred", shared, device)
-
-
-def shared_bytes(config: TmaGemm, *, gated: bool = False) -> int:
-    """Shared memory of one block, as `struct Shared` lays it out, with room to align it."""
-    tiles = config.stages * (config.block_m + config.block_n) * 2 * _BLOCK_K
-    staging = config.consumers * 2 * 64 * 2 * _chunk(config.block_n // (2 if gated else 1))
-    return tiles + -(-staging // 1024) * 1024 + 8 * config.block_m + 16 * config.stages + 32 + 1024
 
 
 def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -> str:
@@ -81,8 +74,3 @@ def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -
         "NORM": config.norm.upper(),
     }
     return kernels.source("deferred", macros, dtype, activation, wgmma_source(config.block_n, kernels.HALF[dtype]))
-
-
-def _chunk(width: int) -> int:
-    """Columns of out that are stored together: as in `deferred.cu`."""
-    return next(chunk for chunk in (64, 32, 16, 8) if width % chunk == 0)

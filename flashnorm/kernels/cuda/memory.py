@@ -1,0 +1,25 @@
+"""Shared memory of one block of each kernel, as its `struct Shared` lays it out, with room to align it."""
+
+from __future__ import annotations
+
+from flashnorm.kernels.configs import Streamed, TmaGemm
+
+BLOCK_K = 64
+GROUP = 32  # outputs that `streamed.cu` finishes at once
+
+
+def tma_gemm_bytes(config: TmaGemm, *, gated: bool = False) -> int:
+    tiles = config.stages * (config.block_m + config.block_n) * 2 * BLOCK_K
+    staging = config.consumers * 2 * 64 * 2 * stored_columns(config.block_n // (2 if gated else 1))
+    return tiles + -(-staging // 1024) * 1024 + 8 * config.block_m + 16 * config.stages + 32 + 1024
+
+
+def streamed_bytes(config: Streamed, *, gated: bool = False) -> int:
+    ring = config.stages * (2 * config.chunk_k + 16)
+    sums = (2 * GROUP * (2 if gated else 1) + 1) * 4 * config.warps
+    return ring + sums + 16 + 2 * 128
+
+
+def stored_columns(width: int) -> int:
+    """Columns of a tile of outputs that `deferred.cu` stages and stores together."""
+    return next(columns for columns in (64, 32, 16, 8) if width % columns == 0)
