@@ -28,9 +28,10 @@ def apply_plan(
     """Write `source`, changed as `plan` says, to the new folder `dst`, with its manifest and its original gains.
 
     Shards, tensor names, dtypes, metadata and all other files stay as they are, byte for byte where the plan does not
-    touch them. `dst` appears whole or not at all; the source is only read. `quiet`: no progress on stderr. `workers`: files in flight at once (None:
-    as many as there are cores). Raises `OutputError` where `dst` exists, overlaps the source or does not fit on its
-    disk, and `CheckpointError` where the plan does not fit the source, a gain is not finite, or a weight overflows.
+    touch them. `dst` appears whole or not at all; the source is only read. `quiet`: no progress on stderr. `workers`:
+    files in flight at once (None: as many as there are cores). Raises `OutputError` where `dst` exists, overlaps the
+    source or does not fit on its disk, and `CheckpointError` where the plan does not fit the source, a gain is not
+    finite, or a weight overflows.
     """
     taken = [name for name in (MANIFEST, SIDECAR) if name in source.files]
     if taken:
