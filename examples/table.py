@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flashnorm.verify.render import report_tables, verdict
+from flashnorm.verify.render import report_tables
 from flashnorm.verify.report import VerifyReport
 
 WIDTH = 110
@@ -26,6 +26,6 @@ def show(result: dict[str, Any], folded: Path, console: Console | None = None) -
     for norm, reason in result["skipped"].items():
         say(f"Left alone: {norm}: {reason}")
     console.print(report_tables(report))
-    say(f"The same model: {'yes' if report.passed else 'NO'}; {verdict(report)}")
+    say(f"The same model: {'yes' if report.passed else 'NO'}; {report.verdict}")
     say(f"The folded checkpoint: {folded}", soft_wrap=True)
     say(f'Load it: AutoModelForCausalLM.from_pretrained("{folded}")', soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flashnorm.cli.options import AsJson, Quiet, TrustRemoteCode, print_json, say
+from flashnorm.cli.options import AsJson, Quiet, TrustRemoteCode, counted, print_json, say
 
 
 def command(
@@ -43,9 +43,11 @@ def command(
         )
         return
     if report.already_folded:
-        typer.echo(f"{src} is folded already ({len(report.folded)} norms); nothing was done")
+        typer.echo(
+            f"{src} is folded already ({counted(len(report.folded), 'norm')}); nothing was done, {dst} was not made"
+        )
         return
-    typer.echo(f"folded {len(report.folded)} norms into {dst}")
+    typer.echo(f"folded {counted(len(report.folded), 'norm')} into {dst}")
     for line in by_reason(report.skipped):
         typer.echo(f"left alone: {line}")
     if report.grown_bytes:

@@ -40,6 +40,11 @@ def say(command: str, step: str) -> None:
     print(f"{command}: {step}", file=sys.stderr, flush=True)
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def console() -> Console:
     """For tables on standard output, as wide as the terminal."""
     from rich.console import Console

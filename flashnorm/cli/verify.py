@@ -9,15 +9,20 @@ from typing import Annotated
 
 import typer
 
-from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, console, print_json, say
+from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, console, counted, print_json, say
 from flashnorm.errors import CheckFailed, Refusal
 
 
 def command(
     src: Annotated[Path | None, typer.Argument(help="The checkpoint folder to compare with.")] = None,
     dst: Annotated[Path | None, typer.Argument(help="The folded checkpoint folder.")] = None,
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 file: samples and perplexity come from it.")] = None,
-    positions: Annotated[int, typer.Option(help="At how many positions logits are compared.")] = 256,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 file: samples come from it, and perplexity needs it.")
+    ] = None,
+    positions: Annotated[
+        int,
+        typer.Option(help="At how many positions logits are compared; 64 with --new-tokens 0 is several times faster."),
+    ] = 256,
     tokens: Annotated[int, typer.Option(help="Over how many tokens of the text perplexity is taken.")] = 4096,
     new_tokens: Annotated[int, typer.Option(help="How far each greedy continuation goes; 0: none.")] = 64,
     dtype: Annotated[Dtype | None, typer.Option(help="Run both in this dtype, not the stored one.")] = None,
@@ -41,7 +46,7 @@ def command(
     from transformers.utils import logging
 
     from flashnorm.verify.battery import verify
-    from flashnorm.verify.render import report_tables, verdict
+    from flashnorm.verify.render import report_tables
 
     logging.disable_progress_bar()  # one bar for each load would bury the lines of ours
     report = verify(
@@ -60,16 +65,20 @@ def command(
     else:
         console().print(report_tables(report))
     if not report.passed:
-        raise CheckFailed(f"{dst} is not {src} folded: {verdict(report)}")
+        raise CheckFailed(f"{dst} is not {src} folded: {report.verdict}")
     if not as_json:
-        typer.echo(verdict(report))
+        typer.echo(report.verdict)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path} cannot be read as UTF-8 text: {error}") from error
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{path} is not UTF-8 text ({error}); convert it, or give another text") from error
+    except OSError as error:
+        raise Refusal(
+            f"{path} cannot be read: {error.strerror or error}; give --text the path of a text file"
+        ) from error
 
 
 def _recheck_hashes(folder: Path, as_json: bool, quiet: bool) -> None:
@@ -82,9 +91,9 @@ def _recheck_hashes(folder: Path, as_json: bool, quiet: bool) -> None:
         for kind in ("changed", "missing", "extra"):
             for name in getattr(report, kind):
                 typer.echo(f"{kind}: {name}")
-        typer.echo(f"{len(report.unchanged)} files unchanged")
+        typer.echo(f"{counted(len(report.unchanged), 'file')} unchanged")
     if not report.passed:
         raise CheckFailed(
-            f"{folder} is not as it was written: {len(report.changed)} files changed, {len(report.missing)} missing, "
-            f"{len(report.extra)} extra"
+            f"{folder} is not as it was written: {counted(len(report.changed), 'file')} changed, "
+            f"{len(report.missing)} missing, {len(report.extra)} extra"
         )

@@ -11,13 +11,14 @@ from torch import nn
 
 from flashnorm.errors import CheckpointError, FlashnormError, Refusal
 from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check
-from flashnorm.verify.evaluate import Answers, Progress, dtype_name, evaluate
+from flashnorm.verify.evaluate import Answers, dtype_name, evaluate
 from flashnorm.verify.greedy import GreedyPair, compare_greedy
 from flashnorm.verify.logits import compare_logits, masked_tokens, without_tokens
 from flashnorm.verify.perplexity import compare_perplexity
 from flashnorm.verify.reach import differing
 from flashnorm.verify.report import Check, VerifyReport
-from flashnorm.verify.samples import Samples, make_samples
+from flashnorm.verify.samples import BUILT_IN, Samples, make_samples
+from flashnorm.verify.steps import Progress, Steps
 from flashnorm.verify.stored import stored_check
 from flashnorm.verify.subject import Subject, check_comparable, open_subject
 
@@ -52,17 +53,18 @@ def verify(
         raise Refusal(
             f"positions={positions}, tokens={tokens}, new_tokens={new_tokens}: give at least 1, 2 and 0 of them"
         )
-    progress = progress or _silent
+    steps = Steps(progress or _silent)
     ours, theirs = open_subject(reference, trust_remote_code), open_subject(candidate, trust_remote_code)
     check_comparable(ours, theirs)
     samples = make_samples(ours, text, positions, tokens)
-    source = evaluate(ours, samples, new_tokens, dtype, None, progress)
+    source = evaluate(ours, samples, new_tokens, dtype, None, steps)
     masked = masked_tokens(source.exact)
     source = without_tokens(source, masked)
     if not (source.logits.isfinite().all() and source.exact.isfinite().all()):
         raise CheckpointError(f"the logits of {ours.name} are not finite: there is nothing to compare with")
-    folded = evaluate(theirs, samples, new_tokens, source.arithmetic.own, source.arithmetic.oracle, progress)
-    rest = _compare_unused(ours, theirs, differing(source.unused, folded.unused), trust_remote_code, progress)
+    steps.second_model()
+    folded = evaluate(theirs, samples, new_tokens, source.arithmetic.own, source.arithmetic.oracle, steps)
+    rest = _compare_unused(ours, theirs, differing(source.unused, folded.unused), trust_remote_code, steps)
     return _judge(ours, theirs, samples, source, without_tokens(folded, masked), rest)
 
 
@@ -82,7 +84,7 @@ class _Rest:
 def _compare_unused(
     ours: Subject, theirs: Subject, names: tuple[str, ...], trust_remote_code: bool, progress: Progress
 ) -> _Rest:
-    """`names`: weights that differ and that no token id reaches, which are checked as they are stored if they can be."""
+    """`names`: weights that differ and that no token id reaches; they are checked as they are stored if they can be."""
     if not names:
         return _Rest()
     unreached = f"token ids do not reach {len(names)} weights that differ ({names[0]} for one)"
@@ -140,6 +142,8 @@ def _notes(samples: Samples, source: Answers, folded: Answers) -> list[str]:
         notes.append(f"the candidate is stored in {dtype_name(folded.arithmetic.stored)}, not {dtype_name(stored)}")
     if oracle != torch.float64:
         notes.append(f"the oracle is in {dtype_name(oracle)}: float64 does not fit into memory")
-    if samples.windows is not None and source.losses is None:
+    if samples.windows is not None and not source.causal:
         notes.append("no perplexity: it is defined for causal language models only")
+    elif samples.origin == BUILT_IN and source.causal:
+        notes.append("no perplexity: it is taken of a text of yours, which --text FILE gives")
     return notes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +14,8 @@ from flashnorm.verify.oracle import choose_oracle, exact_logits
 from flashnorm.verify.perplexity import token_losses
 from flashnorm.verify.reach import fingerprints, unused_weights
 from flashnorm.verify.samples import Samples, context_limit
+from flashnorm.verify.steps import Progress
 from flashnorm.verify.subject import Subject, refusing
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Arithmetic:
 class Answers:
     """What one model says. Logits: (positions, vocabulary), in its own dtype and in the oracle's; losses: (tokens,).
 
-    `unused`: weights that the logits do not depend on, with the SHA-256 of each as it is stored.
+    `unused`: weights that the logits do not depend on, with the SHA-256 of each as it is stored. `causal`: whether each
+    position's logits predict the next token.
     """
 
     arithmetic: Arithmetic
@@ -47,6 +46,7 @@ class Answers:
     losses: torch.Tensor | None
     continuations: list[Continuation]
     unused: dict[str, str] = field(default_factory=dict)
+    causal: bool = True
 
 
 def evaluate(
@@ -84,7 +84,7 @@ def evaluate(
         losses = _lose(model, subject, samples, progress)
         progress(f"{subject.name}: logits in {dtype_name(arithmetic.oracle)}")
         exact = exact_logits(model, samples.excerpts, arithmetic.oracle)
-    return Answers(arithmetic, logits, exact, losses, continuations, unused)
+    return Answers(arithmetic, logits, exact, losses, continuations, unused, is_causal(model))
 
 
 def _continue(

@@ -21,14 +21,6 @@ def report_tables(report: VerifyReport) -> RenderableType:
     return Group(*parts)
 
 
-def verdict(report: VerifyReport) -> str:
-    """One line: passed, or what failed and what that means."""
-    if report.passed:
-        rest = f", except for {len(report.not_compared)} weights that were not compared" if report.not_compared else ""
-        return f"passed: {len(report.checks)} checks; the candidate computes what the reference computes{rest}"
-    return "; ".join(check.meaning for check in report.failures)
-
-
 def _figures(report: VerifyReport) -> Table:
     table = Table()
     table.add_column("figure")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
 from flashnorm.verify.greedy import Difference, GreedyPair
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Check:
-    """A figure and the bound that it must not exceed. `meaning`: what it means that the check failed."""
+    """A figure and the bound that it must not exceed. `meaning`: what a failure means; nothing where there is none."""
 
     name: str
     value: float
     bound: float
-    meaning: str
+    meaning: str = field(compare=False)
 
     @property
     def passed(self) -> bool:
@@ -74,6 +74,19 @@ class VerifyReport:
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
+    def __str__(self) -> str:
+        return f"{self.candidate}, compared with {self.reference}: {self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        """One line: passed, or what failed and what that means."""
+        if self.passed:
+            rest = f", except for {len(self.not_compared)} weights that were not compared" if self.not_compared else ""
+            return f"passed: {len(self.checks)} checks; the candidate computes what the reference computes{rest}"
+        first, *others = self.failures
+        also = f" (failed as well: {', '.join(check.name for check in others)})" if others else ""
+        return first.meaning + also
+
     @property
     def failures(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if not check.passed)
@@ -82,7 +95,10 @@ class VerifyReport:
         """Plain data for JSON; a figure that is not finite becomes the string "inf" or "nan"."""
         table = asdict(self)
         table["passed"] = self.passed
-        table["checks"] = [{**asdict(check), "passed": check.passed} for check in self.checks]
+        table["checks"] = [
+            {**asdict(check), "meaning": "" if check.passed else check.meaning, "passed": check.passed}
+            for check in self.checks
+        ]
         return _jsonable(table)
 
     @classmethod

@@ -13,6 +13,7 @@ from flashnorm.verify.subject import Subject
 
 EXCERPT = 64  # tokens of one excerpt: long enough for attention to matter, short enough for several contexts
 PROMPTS, PROMPT = 4, 16
+BUILT_IN = "built-in passages"
 WINDOW = 512
 _CHARACTERS = 16  # read for each token wanted; English takes four to five, code and other scripts fewer
 
@@ -75,7 +76,7 @@ def make_samples(subject: Subject, text: str | None, positions: int, tokens: int
         return _cut(stream, excerpt, prompt, positions, None, 1, "random token ids")
     if text is None:
         stream = _encode(subject, " ".join(PASSAGES))
-        return _cut(stream, excerpt, prompt, positions, None, 1, "built-in passages")
+        return _cut(stream, excerpt, prompt, positions, None, 1, BUILT_IN)
     start = len(text) // 4
     stream = _encode(subject, text[start : start + _CHARACTERS * max(tokens, positions)])
     if len(stream) < excerpt:

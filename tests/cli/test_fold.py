@@ -66,7 +66,7 @@ def test_folded_already_is_an_answer_only_to_who_asked_for_that(
     assert _status(folded, out, "--quiet", *asked) == (0 if same else 2)
     assert not out.exists()
     printed = capsys.readouterr()
-    assert ("nothing was done" in printed.out) == same
+    assert (f"nothing was done, {out} was not made" in printed.out) == same
     assert ("`flashnorm unfold` it, then fold it" in printed.err) == (not same)
 
 

@@ -35,6 +35,8 @@ def test_a_correct_fold(folders: dict[str, Path], capsys: pytest.CaptureFixture[
     assert "samples: built-in passages" in out
     assert "verify: " in err
     assert "logits in float64" in err
+    assert err.count("s left)") == 4  # the candidate's steps: loading, both kinds of logits, greedy text
+    assert "note: no perplexity: it is taken of a text of yours, which --text FILE gives" in out
 
 
 def test_a_wrong_fold(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +65,11 @@ def test_json(folders: dict[str, Path], capsys: pytest.CaptureFixture[str], name
         ((), "verify takes the source and the folded folder"),
         (("source",), "verify takes the source and the folded folder"),
         (("absent", "folded"), "is not a folder"),
-        (("source", "folded", "--text", "absent.txt"), "cannot be read as UTF-8 text"),
+        (
+            ("source", "folded", "--text", "absent.txt"),
+            "absent.txt cannot be read: No such file or directory; give --text",
+        ),
+        (("source", "folded", "--text", "source/model.safetensors"), "is not UTF-8 text"),
         (("source", "--hashes", "folded"), "leave out SRC and DST"),
         (("--hashes", "folded"), "has no flashnorm.json"),
     ],
@@ -90,4 +96,4 @@ def test_hashes(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert "changed: model.safetensors" in out
     assert "extra: stray" in out
-    assert "is not as it was written: 1 files changed, 0 missing, 1 extra" in err
+    assert "is not as it was written: 1 file changed, 0 missing, 1 extra" in err

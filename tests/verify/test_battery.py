@@ -134,8 +134,14 @@ def test_a_model_stored_in_fp64_is_run_in_fp32(tmp_path: Path) -> None:
     source = tiny_model("llama", torch.float64)
     report = verify(save(source, tmp_path / "source"), save(folded(source), tmp_path / "folded"))
     assert report.passed
-    assert report.notes == ("run in float32, stored in float64",)
+    assert report.notes[0] == "run in float32, stored in float64"
     assert report.logits.exact_drift_ratio < 1e-6
+
+
+def test_without_a_text_it_says_why_there_is_no_perplexity(tmp_path: Path) -> None:
+    source = save(tiny_model("llama"), tmp_path / "source")
+    assert verify(source, source).notes == ("no perplexity: it is taken of a text of yours, which --text FILE gives",)
+    assert verify(source, source, text=TEXT, tokens=256).notes == ()
 
 
 def test_another_dtype_can_be_asked_for_and_other_storage_is_said(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import flashnorm
 from flashnorm.verify.perplexity import Perplexity
-from flashnorm.verify.render import report_tables, verdict
+from flashnorm.verify.render import report_tables
 from flashnorm.verify.report import Check, VerifyReport
 from tests.verify.faults import folded_twice
 from tests.verify.tiny import folded, tiny_model
@@ -97,6 +97,15 @@ def test_a_difference_is_shown_with_its_margins(failed: VerifyReport) -> None:
     assert f"{difference.reference_margin:.3g}" in text
 
 
-def test_the_verdict_is_a_sentence(passed: VerifyReport, failed: VerifyReport) -> None:
-    assert verdict(passed) == "passed: 6 checks; the candidate computes what the reference computes"
-    assert "it does not compute the same function" in verdict(failed)
+def test_the_verdict_is_one_sentence(passed: VerifyReport, failed: VerifyReport) -> None:
+    """It names what else failed; four sentences that say the same are no clearer than one."""
+    assert passed.verdict == "passed: 6 checks; the candidate computes what the reference computes"
+    assert "it does not compute the same function (failed as well: exact_drift_ratio, " in failed.verdict
+    assert len(failed.verdict) < 400
+    assert str(passed) == f"LlamaForCausalLM, compared with LlamaForCausalLM: {passed.verdict}"
+
+
+def test_only_a_failed_check_says_what_it_means(passed: VerifyReport, failed: VerifyReport) -> None:
+    assert {check["meaning"] for check in passed.to_dict()["checks"]} == {""}
+    for check in failed.to_dict()["checks"]:
+        assert bool(check["meaning"]) is not check["passed"]

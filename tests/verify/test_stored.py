@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 import flashnorm
 from flashnorm.checkpoint.manifest import MANIFEST, manifest_bytes, read_manifest
 from flashnorm.errors import Refusal
-from flashnorm.verify.render import verdict
 from flashnorm.verify.report import VerifyReport
 from flashnorm.verify.stored import stored_check
 from tests import zoo
@@ -91,7 +90,7 @@ def test_a_right_fold_passes_and_says_what_was_compared_how(source: Path, tmp_pa
 def test_a_fault_where_no_token_id_comes_fails(source: Path, tmp_path: Path, fault: Callable[[Weights], None]) -> None:
     report = _verify(source, _folded(source, tmp_path / "folded", fault))
     assert [check.name for check in report.failures] == ["stored_weights"]
-    assert "are not the reference's with its gains folded in" in verdict(report)
+    assert "are not the reference's with its gains folded in" in report.verdict
 
 
 def test_what_could_not_be_compared_is_said(source: Path, tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_what_could_not_be_compared_is_said(source: Path, tmp_path: Path) -> Non
     assert report.passed
     assert _of_tower(dict.fromkeys(report.not_compared), "qkv.weight", "q_proj.weight")
     assert any("were not compared" in note for note in report.notes)
-    assert f"except for {len(report.not_compared)} weights that were not compared" in verdict(report)
+    assert f"except for {len(report.not_compared)} weights that were not compared" in report.verdict
 
 
 def test_unreached_weights_that_are_the_same_need_no_word(source: Path) -> None:
