@@ -36,14 +36,15 @@ def op(
         raise DeviceError("this benchmark needs a CUDA GPU and none was found")
     device = torch.device("cuda", 0)
     ceilings = measure_ceilings(device)
-    rows = []
+    command = "flashnorm bench op" + (" --gated" if gated else "") + ("" if compiled else " --no-compiled")
+    source = provenance(device, command, commit)
+    rows: list[Row] = []
     for row in measure(ceilings, device, gated_shapes() if gated else linear_shapes(), compiled=compiled):
         rows.append(row)
         typer.echo(f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us", err=True)
-    command = "flashnorm bench op" + (" --gated" if gated else "") + ("" if compiled else " --no-compiled")
-    record = op_record(rows, ceilings, provenance(device, command, commit))
-    if output is not None:
-        write(record, output)
+        if output is not None:  # after every row: a run takes minutes, and what was measured should outlive it
+            write(op_record(rows, ceilings, source), output)
+    record = op_record(rows, ceilings, source)
     if as_json:
         typer.echo(json.dumps(record, indent=1))
         return
