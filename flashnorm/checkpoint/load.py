@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,9 +29,31 @@ def load(folder: str | os.PathLike[str], *, trust_remote_code: bool = False, **o
     manifest = read_manifest(folder) if is_folded(folder) else None
     if manifest is None or manifest.mode != "strict":
         return cls.from_pretrained(folder, **options).eval()
-    model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
+    with _missing_unreported():
+        model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
     _set_identity(model, manifest, set(info["missing_keys"]))
     return model.eval()
+
+
+@contextmanager
+def _missing_unreported() -> Iterator[None]:
+    """Keeps the loader from warning of the gains that strict mode removed; anything else missing is refused after."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_without_missing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_without_missing)
+
+
+def _without_missing(record: logging.LogRecord) -> bool:
+    """Takes the missing weights out of Transformers' loading report, and all of it where nothing else is in it."""
+    report = record.getMessage()
+    if "LOAD REPORT" not in report:
+        return True
+    lines = [line for line in report.splitlines() if "MISSING" not in line]
+    record.msg, record.args = "\n".join(lines), ()
+    return any(status in line for line in lines for status in ("UNEXPECTED", "MISMATCH", "CONVERSION"))
 
 
 def _set_identity(model: nn.Module, manifest: Manifest, missing: set[str]) -> None:

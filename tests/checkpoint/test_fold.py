@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -112,6 +113,20 @@ def test_load_refuses_a_strict_folder_that_lacks_more_than_its_gains(tmp_path):
     save_file(tensors, shard, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="up_proj"):
         flashnorm.load(tmp_path / "strict")
+
+
+def test_loading_a_strict_folder_does_not_warn_of_the_gains_that_it_lacks_by_design(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(transformers.utils.logging.get_logger("transformers"), "propagate", True)
+    source = saved(tmp_path, LlamaForCausalLM(LlamaConfig(**SMALL)))
+    fold_checkpoint(source, tmp_path / "strict", strict=True)
+    flashnorm.load(tmp_path / "strict")
+    assert caplog.text == ""
+    shard = tmp_path / "strict" / "model.safetensors"
+    save_file(load_file(shard) | {"model.stray.weight": torch.ones(1)}, shard, metadata={"format": "pt"})
+    flashnorm.load(tmp_path / "strict")
+    assert "UNEXPECTED" in caplog.text
+    assert "model.stray.weight" in caplog.text
+    assert "MISSING" not in caplog.text
 
 
 def test_untie_folds_the_final_norm_and_fixes_every_flag(tmp_path):
