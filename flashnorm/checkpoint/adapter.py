@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from flashnorm.checkpoint.header import read_header
 from flashnorm.checkpoint.tree import list_files, read_json, reading
 from flashnorm.errors import CheckpointError
+from flashnorm.folders import require_folder
 from flashnorm.version import __version__
 
 Side = Literal["folded", "original"]
@@ -81,6 +82,7 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
     are not finite, or where its adapter is not plain LoRA.
     """
     folder = Path(path)
+    require_folder(folder, "LoRA adapter folder")
     if not (folder / CONFIG).is_file():
         raise CheckpointError(
             f"{folder} has no {CONFIG}; give a LoRA adapter folder as PEFT's `save_pretrained` wrote it"

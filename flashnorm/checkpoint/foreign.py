@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flashnorm.checkpoint.tree import reading
 from flashnorm.errors import CheckpointError
+from flashnorm.folders import require_folder
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # Weights in other formats; beside safetensors they are a second copy of the same model.
@@ -16,12 +17,7 @@ _OTHER_WEIGHTS = ("pytorch_model*", "consolidated*", "*.gguf", "tf_model*", "fla
 
 def refuse_foreign(folder: Path) -> None:
     """Raise `CheckpointError` unless `folder` is a folder that may hold a safetensors checkpoint of a whole model."""
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist; give a checkpoint folder (download a model before folding it)")
-    if folder.is_file():
-        if folder.suffix == ".gguf":
-            raise CheckpointError(f"{folder} is a GGUF file; import it first with `flashnorm import-gguf`")
-        raise CheckpointError(f"{folder} is a file; give the checkpoint folder that it lies in")
+    require_folder(folder)
     with reading(folder):
         names = os.listdir(folder)
     if any(name in _ADAPTER_FILES for name in names):

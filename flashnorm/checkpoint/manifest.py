@@ -16,6 +16,7 @@ from typing import Any
 
 from flashnorm.checkpoint.tree import read_json
 from flashnorm.errors import CheckpointError
+from flashnorm.folders import require_folder
 
 MANIFEST = "flashnorm.json"
 SCHEMA_VERSION = 1
@@ -80,6 +81,7 @@ def is_folded(folder: str | os.PathLike[str]) -> bool:
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read a folder's `flashnorm.json`. Raises `CheckpointError` where there is none, or it is damaged or too new."""
+    require_folder(folder)
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}; give a folder that `flashnorm fold` wrote")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flashnorm.cli.options import AsJson, TrustRemoteCode, console, print_json
+from flashnorm.cli.options import AsJson, Quiet, TrustRemoteCode, console, print_json, say
+from flashnorm.folders import require_folder
 
 
 def command(
@@ -17,14 +18,22 @@ def command(
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """List every norm, its convention, who reads it, and whether its gain can be folded."""
+    require_folder(folder)
+    if not quiet:
+        say("audit", f"opening {folder}")
+    from flashnorm.checkpoint.remarks import remarks
     from flashnorm.sites.audit import audit
     from flashnorm.sites.render import audit_table, summary_line, to_dict
 
     report = audit(folder, untie=untie, trust_remote_code=trust_remote_code)
+    notes = remarks(folder)
     if as_json:
-        print_json(to_dict(report))
+        print_json({**to_dict(report), "notes": list(notes)})
         return
     console().print(audit_table(report))
     typer.echo(summary_line(report))
+    for note in notes:
+        typer.echo(f"note: {note}")

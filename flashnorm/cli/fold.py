@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from flashnorm.cli.options import AsJson, Quiet, TrustRemoteCode, counted, print_json, say
+from flashnorm.folders import require_folder
 
 
 def command(
@@ -25,6 +26,7 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Fold the norm gains of a checkpoint into the next weights."""
+    require_folder(src)
     if not quiet:
         say("fold", f"opening {src}")  # importing torch takes seconds, and silence looks like a hang
     from flashnorm.checkpoint.fold import fold_checkpoint

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flashnorm.cli.options import AsJson, Quiet, TrustRemoteCode, print_json, say
+from flashnorm.folders import require_folder
 
 
 class Side(str, Enum):
@@ -32,6 +33,8 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Translate a LoRA adapter between a base and its folded form."""
+    require_folder(adapter, "LoRA adapter folder")
+    require_folder(base_folded)
     if not quiet:
         say("lora", f"opening {adapter}")
     from flashnorm.checkpoint.lora import translate_lora

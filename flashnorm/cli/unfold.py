@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flashnorm.cli.options import AsJson, Quiet, print_json, say
+from flashnorm.folders import require_folder
 
 
 def command(
@@ -18,6 +19,7 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Put the original gains back and divide them out of the weights, to within one unit in the last place."""
+    require_folder(folder)
     if not quiet:  # before torch, which takes seconds to load
         say("unfold", f"opening {folder}")
     from flashnorm.checkpoint.unfold import unfold_checkpoint

@@ -11,6 +11,7 @@ import typer
 
 from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, console, counted, print_json, say
 from flashnorm.errors import CheckFailed, Refusal
+from flashnorm.folders import require_folder
 
 
 def command(
@@ -42,6 +43,11 @@ def command(
         return
     if src is None or dst is None:
         raise Refusal("verify takes the source and the folded folder: flashnorm verify SRC DST")
+    require_folder(src)
+    require_folder(dst)
+    sample = _read(text) if text else None
+    if not quiet:
+        say("verify", f"opening {src}")
     import torch
     from transformers.utils import logging
 
@@ -52,7 +58,7 @@ def command(
     report = verify(
         src,
         dst,
-        text=_read(text) if text else None,
+        text=sample,
         positions=positions,
         tokens=tokens,
         new_tokens=new_tokens,

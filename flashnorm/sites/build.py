@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from flashnorm.errors import ConfigError
+from flashnorm.folders import require_folder
 from flashnorm.sites.hollow import hollow_construction, settle_values
 
 _AUTO_CLASSES = (
@@ -24,7 +25,9 @@ _AUTO_CLASSES = (
 
 
 def read_config(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
-    """The folder's config as an object. Raises `ConfigError` where it is missing, invalid or of an unknown kind."""
+    """The folder's config as an object. Raises `ConfigError` where it is missing, invalid or of an unknown kind, and
+    `CheckpointError` where there is no folder."""
+    require_folder(folder)
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json; give a checkpoint folder as written by `save_pretrained`")

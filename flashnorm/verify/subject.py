@@ -53,8 +53,6 @@ def open_subject(source: str | os.PathLike[str] | nn.Module, trust_remote_code: 
     if isinstance(source, nn.Module):
         return _module_subject(source)
     folder = Path(source)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give a checkpoint folder as written by `save_pretrained`")
     config = read_config(folder, trust_remote_code)
     if getattr(config, "quantization_config", None):
         raise CheckpointError(

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from flashnorm.checkpoint.fold import fold_checkpoint
 from flashnorm.cli.main import main
-from tests.checkpoint.test_fold import SMALL
+from tests.checkpoint.test_fold import SMALL, saved
 
 
 def _status(*arguments: object) -> int:
@@ -56,7 +57,32 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _status(tmp_path) == 2
+    assert _status(tmp_path, "--quiet") == 2
     error = capsys.readouterr().err
     assert error.startswith("flashnorm: ")
     assert error.count("\n") == 1
+
+
+def _last_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert _status(folder, "--quiet") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()[-1]
+
+
+def test_a_folder_that_fold_would_not_fold_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path, LlamaForCausalLM(LlamaConfig(**SMALL)))
+    assert _last_line(source, capsys) == "5 of 5 norms can be folded"
+    fold_checkpoint(source, tmp_path / "folded")
+    assert _last_line(tmp_path / "folded", capsys) == (
+        f"note: {tmp_path / 'folded'} is folded already, in compatible mode: 5 of these norms have their gain at one"
+    )
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (source / "config.json").write_text(json.dumps(config))
+    assert _last_line(source, capsys).startswith("note: `flashnorm fold` refuses this folder: ")
+    assert _status(source, "--json", "--quiet") == 0
+    [note] = json.loads(capsys.readouterr().out)["notes"]
+    assert "holds quantised or packed weights" in note
+    (source / "model.safetensors").unlink()  # the config alone says it
+    assert "holds quantised or packed weights" in _last_line(source, capsys)

@@ -32,7 +32,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
         raise error
 
     monkeypatch.setattr(flashnorm.sites.audit, "audit", fail)
-    return status("audit", ".")
+    return status("audit", ".", "--quiet")
 
 
 @pytest.mark.parametrize("kind", REFUSALS)

@@ -64,7 +64,7 @@ def test_json(folders: dict[str, Path], capsys: pytest.CaptureFixture[str], name
     [
         ((), "verify takes the source and the folded folder"),
         (("source",), "verify takes the source and the folded folder"),
-        (("absent", "folded"), "is not a folder"),
+        (("absent", "folded"), "absent does not exist; give a checkpoint folder"),
         (
             ("source", "folded", "--text", "absent.txt"),
             "absent.txt cannot be read: No such file or directory; give --text",

@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps(smaller))
     with pytest.raises(ConfigError, match=r"vocabulary size \(256 and 99\)"):
         verify(llama, other)
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         verify(llama, tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         verify(tmp_path, llama)
