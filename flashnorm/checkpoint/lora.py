@@ -204,9 +204,12 @@ def _refuse_overflow(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _new_config(adapter: Adapter, base: FoldedBase, to: Side, work: _Work) -> dict[str, Any]:
-    """The adapter's config for its new base: PEFT may load the base that it names, so it must not name the old one."""
+    """The adapter's config for its new base: PEFT may load the base that it names, so it must not name the old one.
+
+    By an absolute path: who loads the adapter stands in another folder than who translated it.
+    """
     config = dict(adapter.config)
-    config["base_model_name_or_path"], config["revision"] = str(base.folder), None
+    config["base_model_name_or_path"], config["revision"] = os.path.abspath(base.folder), None
     if to == "original":
         note = adapter.note
         config["base_model_name_or_path"], config["revision"] = (note.base, note.revision) if note else (None, None)

@@ -59,6 +59,8 @@ def new_folder(dst: Path, size: int, last: str = LAST) -> Iterator[Path]:
     try:
         remove_leftovers(dst)
         free = free_bytes(dst.resolve().parent)
+        if not os.statvfs(dst.resolve().parent).f_blocks:  # /proc, /sys: no disk, which making room would not help
+            raise OutputError(f"{dst} does not lie on a disk; choose another place")
         if free < size + _MARGIN:
             raise OutputError(
                 f"{dst} needs {(size + _MARGIN) / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; make room, or "

@@ -22,9 +22,9 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Dequantise a GGUF to a Transformers checkpoint, with its tokenizer and chat template."""
-    if quiet:
+    if quiet or as_json:
         os.environ["TQDM_DISABLE"] = "1"  # the bars are those of Transformers, which reads this when it is imported
-    else:
+    if not quiet:
         say("import-gguf", f"opening {file}")
     import torch
 

@@ -30,6 +30,9 @@ class AuditReport:
     # parameter -> all names under which the model holds it; more than one where weights are tied
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
+    def __str__(self) -> str:
+        return f"{self.model_type}: {len(self.foldable)} of {len(self.sites)} norms can be folded"
+
     @property
     def foldable(self) -> list[Site]:
         """Sites whose gain can be folded into all of their readers."""

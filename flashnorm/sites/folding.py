@@ -20,6 +20,10 @@ class FoldReport:
     grown_bytes: int = 0  # by how much an untied head makes the checkpoint larger
     already_folded: bool = False  # nothing was done: the input was the output of an earlier fold
 
+    def __str__(self) -> str:
+        done = "folded already" if self.already_folded else "folded"
+        return f"{len(self.folded)} norms {done}, {len(self.skipped)} left alone"
+
 
 def gain_of(site: Site, weight: torch.Tensor) -> torch.Tensor:
     """The gain (width,) that a stored norm weight stands for, in float32 or better."""

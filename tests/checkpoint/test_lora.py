@@ -106,6 +106,13 @@ def test_the_report_says_what_was_scaled(llama: Folded, tmp_path: Path) -> None:
     assert (report.out, report.side, report.base) == (str(tmp_path / "out"), "folded", str(llama.folded))
 
 
+def test_the_base_is_named_by_an_absolute_path(llama: Folded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama.folded.parent)
+    report = translate_lora(llama.adapter, llama.folded.name, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == report.base == str(llama.folded)
+
+
 def test_everything_else_is_kept(llama: Folded, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     shutil.copytree(llama.adapter, adapter)

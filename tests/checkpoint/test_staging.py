@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,12 @@ def test_no_room_is_found_before_anything_is_made(tmp_path, monkeypatch):
         write_new(tmp_path / "out", lambda: pytest.fail("must not begin"), size=10**9)
     assert os.listdir(tmp_path) == []
     write_new(tmp_path / "out", lambda: None, size=9 * 10**8)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_file_system_without_a_disk_is_said_to_be_none():
+    with pytest.raises(OutputError, match="/proc/zz does not lie on a disk"), new_folder(Path("/proc/zz"), 1):
+        pass
 
 
 def test_free_bytes_is_what_an_ordinary_user_may_write(tmp_path, monkeypatch):

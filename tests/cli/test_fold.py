@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import flashnorm
 from flashnorm.checkpoint.manifest import read_manifest
 from flashnorm.cli.fold import by_reason
 from flashnorm.cli.main import main
@@ -75,6 +76,12 @@ def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert error.startswith("flashnorm: ")
     assert error.count("\n") == 1
+
+
+def test_reports_are_one_line_as_text(source: Path, tmp_path: Path) -> None:
+    assert str(flashnorm.audit(source)) == "llama: 4 of 5 norms can be folded"
+    assert str(flashnorm.fold_checkpoint(source, tmp_path / "out")) == "4 norms folded, 1 left alone"
+    assert str(flashnorm.fold_checkpoint(tmp_path / "out", tmp_path / "x")) == "4 norms folded already, 1 left alone"
 
 
 def test_norms_of_all_layers_are_one_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,11 +45,13 @@ def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "out").exists()
 
 
-def test_quiet_means_silence(tmp_path: Path) -> None:
+def test_quiet_means_silence_and_json_no_bars(tmp_path: Path) -> None:
     """In a process of its own: the bars are those of Transformers, which decides about them when it is imported."""
     file = write_gguf(tmp_path / "model.gguf", tiny_llama())
-    for options, silent in (["--quiet"], True), ([], False):
-        out = tmp_path / f"out-{silent}"
+    own = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}  # commands run above set it
+    opening = f"import-gguf: opening {file}\n"
+    for options, expected in (["--quiet"], ""), (["--json"], opening), ([], None):
+        out = tmp_path / f"out{''.join(options)}"
         command = [sys.executable, "-m", "flashnorm", "import-gguf", str(file), str(out), *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert (done.stderr == "") is silent, done.stderr
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
+        assert done.stderr == expected if expected is not None else len(done.stderr) > len(opening)
