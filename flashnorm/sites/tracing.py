@@ -135,6 +135,7 @@ class _Follower(HollowMode):
         except Blocked as blocked:
             for tensor in carrying:
                 self.record.block(self._codes(tensor), blocked.kind, base, self.where(), str(blocked))
+            self._use_operands(base, args)
             codes = None
         self._write(result, codes)
 
@@ -174,6 +175,13 @@ class _Follower(HollowMode):
                 ledger.add(located.name)
             elif base not in PRODUCTS and base not in VALUE_FREE:  # the rules of products record what they read
                 ledger.use(located.name, base, self.where())
+
+    def _use_operands(self, base: str, args: tuple[Any, ...]) -> None:
+        """The weights in a product that was refused are used by it, though its rule did not come to record how."""
+        for position, tensor in enumerate(args):
+            located = self.locate(tensor) if isinstance(tensor, torch.Tensor) else None
+            if located is not None and base in PRODUCTS and position != PRODUCTS[base]:
+                self.record.ledger.use(located.name, base, self.where())
 
     # --- norms ---------------------------------------------------------------------------------------------------
 

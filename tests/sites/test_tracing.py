@@ -284,6 +284,35 @@ class OneOfTwoPlaces(Model):
         return self.a(t + x.roll(1, 1) * 0.1)
 
 
+class SharedByARefusedProduct(Model):
+    """`a` reads the norm, and takes part in a product with other norms that cannot be folded."""
+
+    def extra(self):
+        self.second, self.third = (nn.RMSNorm(WIDTH, eps=1e-6) for _ in range(2))
+
+
+@blocked("shared")
+class SharedWithMixedChannels(SharedByARefusedProduct):
+    def read(self, t, x):
+        return self.a(t), self.a(torch.cat([self.second(x), self.third(x)], 1))
+
+
+@blocked("shared")
+class SharedWithMixedTokens(SharedByARefusedProduct):
+    def read(self, t, x):
+        tokens = self.second(torch.cat([x, x], 1)[:, :WIDTH]).transpose(1, 2)
+        return self.a(t), tokens @ self.a.weight.t()
+
+
+@blocked("shared")
+class SharedWithAnAddedNorm(SharedByARefusedProduct):
+    def extra(self):
+        self.second = nn.RMSNorm(OUT, eps=1e-6)
+
+    def read(self, t, x):
+        return self.a(t), torch.addmm(self.second(x[0, :, :OUT]), x[0], self.a.weight.t())
+
+
 def prepared(cls, norm=None):
     torch.manual_seed(0)
     model = cls(norm).eval()
