@@ -12,7 +12,7 @@ from flashnorm.errors import TracingError
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy, hollow_inputs
-from flashnorm.sites.inputs import Run, main_runs, part_runs
+from flashnorm.sites.inputs import Run, main_runs, one_row, part_runs
 from flashnorm.sites.tracing import Trace, can_run, trace
 from flashnorm.sites.tying import untie_head
 from flashnorm.sites.types import Site
@@ -80,9 +80,17 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
     if inputs is not None:
         return trace(hollow, [Run(hollow_inputs(inputs))])
     runs = _first_that_runs(hollow, _TOKEN_LADDER[0])
-    record = trace(hollow, runs)
+    alone = False  # whether the model takes one row at a time
+    try:
+        record = trace(hollow, runs)
+    except TracingError:
+        runs, alone = [one_row(run) for run in runs], True
+        if not can_run(hollow, runs[0]):
+            raise
+        record = trace(hollow, runs)
     for tokens in _TOKEN_LADDER[1:]:
         longer = _first_that_runs(hollow, tokens) if _unseen(record) else []
+        longer = [one_row(run) for run in longer] if alone else longer
         # What a run longer than the model's positions leaves unseen stays a blocker.
         if not longer or not can_run(hollow, longer[0]):
             break

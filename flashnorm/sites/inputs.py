@@ -51,6 +51,15 @@ def main_runs(model: nn.Module, tokens: int = _TOKENS) -> list[Run]:
     return [Run(inputs | {name: _states(tokens, width) for name in states}), Run(inputs), *others]
 
 
+def one_row(run: Run) -> Run:
+    """The same call on the first row of its batch alone: a classifier without a padding token takes no more."""
+    rows = {
+        name: value[: len(value) // _BATCH] if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in run.inputs.items()
+    }
+    return Run(rows, run.module)
+
+
 def _speculative_inputs(config: Any, tokens: int) -> dict[str, Any]:
     """A speculative head takes one token's embedding from its target model, and the target's keys and values."""
     text = config.get_text_config()

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def trace(model: nn.Module, runs: Sequence[Run]) -> Trace:
             except Exception as error:  # model code is third-party code and may raise anything
                 raise TracingError(
                     f"the model could not be run on {', '.join(run.inputs)}: {type(error).__name__}: {error} "
-                    f"[{mode.where()}]"
+                    f"[{mode.where(error.__traceback__)}]"
                 ) from error
     return record
 
@@ -225,11 +227,11 @@ class _Follower(HollowMode):
                     self._codes(tensor), "model-output", "return", "the model", "it is an output of the model"
                 )
 
-    def where(self) -> str:
-        """The module that is running, and the line of model code."""
-        module = self.path[-1] if self.path else "the model"
-        line = _model_line()
-        return f"{module}, {line}" if line else module or "the model"
+    def where(self, failed: TracebackType | None = None) -> str:
+        """The module that is running, and the line of model code; where an error came from, by its traceback."""
+        module = (self.path and self.path[-1]) or "the model"
+        line = _model_line(failed)
+        return f"{module}, {line}" if line else module
 
 
 # Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
@@ -271,14 +273,13 @@ def _copy_of(base: str, args: tuple[Any, ...], tensor: torch.Tensor, located: Lo
     return None
 
 
-def _model_line() -> str:
-    frame = sys._getframe(1)
-    own, torch_root = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((own, torch_root, "<")):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+def _model_line(failed: TracebackType | None) -> str:
+    """The innermost line that is neither ours nor torch's, of the running code or of a traceback."""
+    lines = reversed([*walk_tb(failed)]) if failed is not None else walk_stack(sys._getframe(1))
+    others = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+    for frame, line in lines:
+        if not frame.f_code.co_filename.startswith(others):
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
     return ""
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from flashnorm.errors import TracingError
 from flashnorm.sites.audit import audit
@@ -57,6 +58,12 @@ class Sound(Model):
         return self.read(input_ids, input_features.unflatten(2, (tokens, 3)).mean((1, 3))[..., None])
 
 
+class OneAtATime(Model):
+    def forward(self, input_ids):
+        insist(len(input_ids) == 1)
+        return self.read(input_ids)
+
+
 class ImageForText(Model):
     def forward(self, pixel_values=None, decoder_input_ids=None, **kwargs):
         insist("input_ids" not in kwargs and pixel_values.shape == (2, 3, SIDE, SIDE))
@@ -101,6 +108,7 @@ QUERIES = {"image_size": SIDE, "num_query_tokens": 3, "qformer_config": SimpleNa
 # What each model's config says.
 TOLD = {
     Layout: {},
+    OneAtATime: {},
     Patches: part("vision_config", patch_embed_hidden_size=SIDE) | {"is_encoder_decoder": True},
     Sound: part("audio_config", num_mel_bins=BINS) | {"audio_length_per_tok": 3},
     ImageForText: part("encoder", image_size=SIDE) | {"is_encoder_decoder": True},
@@ -138,6 +146,27 @@ def test_what_the_config_does_not_tell_is_not_guessed(cls, field):
     assert fields != TOLD[cls]
     with pytest.raises(TracingError):
         audit(cls(**fields))
+
+
+def test_a_failure_names_a_module_and_the_line_of_model_code():
+    class Broken(Model):
+        def forward(self, input_ids):
+            raise ValueError("no padding token")
+
+    with pytest.raises(TracingError, match=r"ValueError: no padding token \[the model, test_inputs\.py:\d+\]$"):
+        audit(Broken())
+
+
+def test_a_classifier_without_a_padding_token_is_audited_row_by_row():
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    model = LlamaForSequenceClassification(config).eval()
+    with pytest.raises(ValueError, match="no padding token"):
+        model(torch.ones(2, 4, dtype=torch.int64))
+    report = audit(model)
+    assert len(report.foldable) == 5
+    assert "score.weight" in [consumer.weight for consumer in report.sites[-1].consumers]
 
 
 def test_text_alone_comes_first():
