@@ -21,7 +21,7 @@ def cubin(source: str, architecture: str) -> bytes:
     path = cache_folder() / "cubin" / f"{key}.cubin"
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # not there yet, or no such folder can be
         code = _compile(source, architecture)
         _keep(path, code)
         return code

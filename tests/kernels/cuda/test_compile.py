@@ -1,0 +1,98 @@
+"""Without a GPU: the sources compile for Hopper, and what Python says of them is what the compiler says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashnorm.errors import KernelError
+from flashnorm.kernels.configs import Streamed, TmaGemm
+from flashnorm.kernels.cuda.memory import streamed_bytes, tma_gemm_bytes
+from flashnorm.kernels.cuda.wgmma import wgmma_source
+
+_INSTALL = "NVIDIA's compiler and bindings are not installed; pip install 'flashnorm[gpu]'"
+pytest.importorskip("cuda.bindings.nvrtc", reason=_INSTALL)
+from flashnorm.kernels.cuda import compiler, streamed, tma_gemm  # noqa: E402
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHNORM_CACHE", str(tmp_path))
+    try:
+        compiler._version()
+    except (RuntimeError, OSError) as error:  # the bindings are there, the compiler's library is not
+        pytest.skip(f"{_INSTALL} ({error})")
+
+
+def with_size(text: str, last: str, size: int) -> str:
+    """The source, which compiles only if `struct Shared` reaches no further than Python reckons; `last`: its end."""
+    end = f"__builtin_offsetof(Shared, {last}) + sizeof(Shared::{last})"
+    return text + f'\nstatic_assert({end} <= {size}, "Python reckons too little");\n'
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(None, torch.bfloat16), ("silu", torch.float16), ("gelu_tanh", torch.bfloat16), ("relu", torch.float16)],
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        TmaGemm(64, 48, 1, 14, "beside"),
+        TmaGemm(128, 192, 2, 4, "beside"),
+        TmaGemm(128, 256, 2, 4, "inside"),
+        TmaGemm(256, 112, 2, 4, "inside"),
+        TmaGemm(128, 240, 2, 3, "none"),
+    ],
+)
+def test_the_gemm_compiles_and_fits_its_shared_memory(config, activation, dtype):
+    aligning = 1024
+    size = tma_gemm_bytes(config, gated=activation is not None) - aligning
+    assert compiler.cubin(with_size(tma_gemm.source(config, dtype, activation), "scale_empty", size), "sm_90a")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(
+    ("k", "config"), [(576, Streamed(1024, 24, 4)), (4096, Streamed(4096, 4, 8)), (11008, Streamed())]
+)
+def test_the_streamed_kernel_compiles_and_fits_its_shared_memory(k, config, activation, dtype):
+    aligning = 128
+    size = streamed_bytes(config, gated=activation is not None) - aligning
+    assert compiler.cubin(with_size(streamed.source(config, k, dtype, activation), "empty", size), "sm_90a")
+
+
+def test_too_little_memory_is_seen():
+    config = TmaGemm(64, 48, 1, 4)
+    text = tma_gemm.source(config, torch.bfloat16)
+    with pytest.raises(KernelError, match="Python reckons too little"):
+        compiler.cubin(with_size(text, "scale_empty", tma_gemm_bytes(replace(config, stages=3))), "sm_90a")
+
+
+def test_a_configuration_that_cannot_be_does_not_compile():
+    with pytest.raises(KernelError, match="does not divide"):
+        compiler.cubin(streamed.source(Streamed(chunk_k=1000), 4096, torch.bfloat16), "sm_90a")
+
+
+def test_machine_code_is_compiled_once(monkeypatch):
+    text = 'extern "C" __global__ void nothing() {}'
+    code = compiler.cubin(text, "sm_90a")
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.cubin(text, "sm_90a") == code
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASHNORM_CACHE", str(tmp_path / "file"))
+    assert compiler.cubin('extern "C" __global__ void nothing() {}', "sm_90a")
+
+
+@pytest.mark.parametrize("columns", [8, 48, 256])
+def test_the_instruction_names_every_register_once(columns):
+    text = wgmma_source(columns, "bf16")
+    assert sorted(map(int, re.findall(r"products\[(\d+)\]", text))) == list(range(columns // 2))
+    assert f"m64n{columns}k16.f32.bf16.bf16" in text

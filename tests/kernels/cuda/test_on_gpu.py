@@ -1,0 +1,138 @@
+"""On a Hopper GPU: what the kernels in CUDA C++ compute. Their counterpart on the CPU is the reference's own tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashnorm.kernels import rms_linear, rms_swiglu_linear
+from flashnorm.kernels.bounds import exceeds, expected_rms_linear, expected_rms_swiglu_linear
+from flashnorm.kernels.configs import Config, Streamed, TmaGemm
+from flashnorm.kernels.dispatch import cuda_runs
+from flashnorm.kernels.run import run
+from tests.kernels import cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not cuda_runs(torch.device("cuda", 0)),
+        reason="needs a Hopper GPU and cuda-bindings",
+    ),
+]
+
+GEMMS = [
+    TmaGemm(64, 48, 1, 8, "beside"),
+    TmaGemm(64, 128, 1, 4, "inside"),
+    TmaGemm(128, 192, 2, 4, "beside"),
+    TmaGemm(128, 256, 2, 4, "inside"),
+    TmaGemm(256, 96, 2, 4, "inside"),  # an odd number of stores for each slab: their two buffers must not cross
+]
+HALF = [torch.bfloat16, torch.float16]
+
+
+def kernel(config: Config, activation: str | None = None) -> cases.Kernel:
+    return lambda x, weight, gain, bias, out: run(config, x, weight, cases.EPS, None, bias, out, activation)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("config", GEMMS)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 64, 8), (17, 576, 968), (63, 2880, 40), (257, 1000, 1208), (1024, 512, 3080)]
+)
+def test_gemm_matches_fp64(m, k, n, config, dtype):
+    cases.assert_exact_enough(kernel(config), cases.case(m, k, n, dtype, bias=True, pad=8))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("config", [Streamed(1024, 24, 4), Streamed(2048, 12, 8, 2, 12), Streamed(4096, 4, 8)])
+@pytest.mark.parametrize(("k", "n"), [(8, 8), (576, 960), (2880, 1000), (4096, 6144), (28672, 264)])
+def test_streamed_matches_fp64(k, n, config, dtype):
+    cases.assert_exact_enough(kernel(config), cases.case(1, k, n, dtype, bias=True, pad=8))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 256, 2, 3, "inside"), Streamed()])
+def test_gated_forms_match_fp64(config, activation):
+    m = 1 if isinstance(config, Streamed) else 130
+    operands = cases.case(m, 576, 2 * 968, torch.bfloat16)
+    out = torch.full((m, 968), float("nan"), device="cuda", dtype=torch.bfloat16)
+    run(config, operands.x, operands.weight, cases.EPS, None, None, out, activation)
+    expected = expected_rms_swiglu_linear(operands.x, operands.weight, cases.EPS, activation=activation)
+    assert exceeds(out, expected) <= 1
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
+@pytest.mark.parametrize("config", [*GEMMS, Streamed()])
+def test_extreme_rms_in_fp16(config, scale):
+    m = 1 if isinstance(config, Streamed) else 70
+    cases.assert_exact_enough(kernel(config), cases.case(m, 512, 264, torch.float16, scale=scale))
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf")])
+@pytest.mark.parametrize("config", GEMMS)
+def test_specials_stay_in_their_row(config, special):
+    operands = cases.case(70, 512, 264, torch.bfloat16)
+    operands.x[33, 100] = special
+    out = cases.run_guarded(kernel(config), operands)
+    assert not out[33].isfinite().any()
+    assert out[:33].isfinite().all()
+    assert out[34:].isfinite().all()
+
+
+@pytest.mark.parametrize("config", [*GEMMS, Streamed()])
+def test_the_same_bits_a_thousand_times_and_under_load(config):
+    m = 1 if isinstance(config, Streamed) else 200
+    operands = cases.case(m, 2048, 3072, torch.bfloat16)
+    first = cases.run_guarded(kernel(config), operands)
+    out, noise = torch.empty_like(first), torch.randn(4096, 4096, device="cuda")
+    other, wrong = torch.cuda.Stream(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(1000):
+        if turn % 8 == 0:
+            with torch.cuda.stream(other):
+                noise = noise @ noise * 1e-3
+        out.fill_(float("nan"))
+        kernel(config)(operands.x, operands.weight, None, None, out)
+        wrong += (out != first).sum()
+    assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 192, 2, 4, "beside")])
+def test_two_graphs_at_once_do_not_meet(config):
+    """Both captured on one stream, replayed on two: they must not share their counters."""
+    operands = [cases.case(100, 2048, 3072, torch.bfloat16) for _ in range(2)]
+    operands[1].x.mul_(2)
+    operands[1].weight.neg_()
+    wanted = [cases.run_guarded(kernel(config), operand) for operand in operands]
+    outs = [torch.empty_like(value) for value in wanted]
+    graphs = [torch.cuda.CUDAGraph() for _ in operands]
+    for graph, operand, out in zip(graphs, operands, outs, strict=True):
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                kernel(config)(operand.x, operand.weight, None, None, out)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, value) for out, value in zip(outs, wanted, strict=True))
+
+
+def test_operands_of_more_than_two_to_the_31_elements():
+    k, n = 4096, 2**19 + 64
+    x = torch.randn(1, k, device="cuda").bfloat16()
+    weight = torch.zeros(n, k, device="cuda", dtype=torch.bfloat16)
+    weight[-64:] = torch.randn(64, k, device="cuda")
+    out = rms_linear(x, weight, cases.EPS)
+    assert exceeds(out[:, -64:], expected_rms_linear(x, weight[-64:], cases.EPS)) <= 1
+    assert (out[:, :-64] == 0).all()
+
+
+def test_chosen_for_what_the_table_lists():
+    operands = cases.case(256, 2048, 2 * 8192, torch.bfloat16)
+    out = rms_swiglu_linear(operands.x, operands.weight, cases.EPS)
+    expected = expected_rms_swiglu_linear(operands.x, operands.weight, cases.EPS)
+    assert exceeds(out, expected) <= 1
