@@ -13,15 +13,20 @@ if TYPE_CHECKING:
 
 
 def command(
-    output: Path = typer.Argument(..., help="Where to write the table; it is rewritten after every shape."),
+    output: Path | None = typer.Argument(
+        None, help="Where to write the table. Default: this machine's own, which every later call uses."
+    ),
     shapes: list[str] = typer.Option([], "--shape", help="K,N of a weight; may be repeated."),
     gated: list[str] = typer.Option(
         [], "--gated", help="K,N of gate and up projections to N outputs; may be repeated."
     ),
     rows: str = typer.Option("1,16,64,256,1024,4096", "--rows", help="The numbers of rows to tune for."),
-    as_json: bool = typer.Option(False, "--json", help="Print the table as well."),
+    as_json: bool = typer.Option(False, "--json", help="Print the found configurations as well."),
 ) -> None:
-    """Find the fastest right configuration of the deferred norm for each weight shape on this GPU."""
+    """Find the fastest right configuration of the deferred norm for each weight shape on this GPU.
+
+    The table is written after every shape, and shapes that it has from before are kept.
+    """
     wanted = [(_numbers(shape, 2), None) for shape in shapes] + [(_numbers(shape, 2), "silu") for shape in gated]
     counts = _numbers(rows, None)
     if not wanted:
@@ -31,26 +36,28 @@ def command(
 
     from flashnorm.errors import DeviceError
     from flashnorm.kernels.dispatch import triton_runs
+    from flashnorm.kernels.learned import table_path, write
     from flashnorm.kernels.tuning import Shape, tune
 
     if not torch.cuda.is_available() or not triton_runs(torch.device("cuda", 0)):
         raise DeviceError("tuning needs a CUDA GPU of compute capability 8 or later and Triton; none was found")
     device = torch.device("cuda", 0)
-    entries: list[dict[str, object]] = []
-    table = {
+    about = {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "dtype": "bfloat16",
-        "entries": entries,
     }
+    path = output or table_path(device)
+    entries: list[dict[str, object]] = []
     problems = [Shape(m, k, n, activation) for (k, n), activation in wanted for m in counts]
     for tuned in tune(problems, device):
         _report(tuned)
         entries.append(_entry(tuned))
-        output.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        write(path, entries[-1:], about)
+    typer.echo(f"{len(entries)} configurations are in {path}", err=True)
     if as_json:
-        typer.echo(json.dumps(table, indent=1))
+        typer.echo(json.dumps({**about, "out": str(path), "entries": entries}, indent=1))
 
 
 def _numbers(text: str, count: int | None) -> tuple[int, ...]:

@@ -3,13 +3,12 @@
 A table holds, for each weight shape, the fastest configuration at a few numbers of rows; every one of them was first
 compared with fp64. A shape between two listed numbers of rows takes the next larger one's. A shape that is not listed
 follows rules carried over from the listed ones and not timed itself: one row goes through a matrix-vector kernel, up to
-64 rows through split K, and beyond that the fast norm goes before the library's matmul.
+64 rows through split K, many through the warp-specialised GEMM where it runs, and anything else through the fast norm
+before the library's matmul. What `flashnorm tune` finds goes to a table of this machine, which comes before the other.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -28,15 +27,14 @@ from flashnorm.kernels.configs import (
     SplitK,
     Streamed,
     TmaGemm,
-    from_dict,
 )
 from flashnorm.kernels.layout import addressable
-
-# (K, N, gated) to rows to configuration.
-Table = Mapping[tuple[int, int, bool], Mapping[int, Config]]
+from flashnorm.kernels.learned import Table, parse, read, table_path
 
 FEW_ROWS = 8
 MATRIX_ROWS = 64
+MANY_ROWS, MANY_OUTPUTS = 4096, 960  # from here on every listed shape took this one
+MANY = TmaGemm(128, 256, 2, 4, "inside", 0, 16)
 STREAMED_FROM = 64 << 20  # elements of W, from which a ring of bulk copies reads faster than many small programs
 WIDEST_ROW = 32768  # the norm kernel keeps a row in registers: 128 fp32 values for each of 256 threads
 _TABLE_BY_CAPABILITY = {(9, 0): "hopper.json"}
@@ -79,7 +77,7 @@ def choose(problem: Problem, device: torch.device) -> Config:
     """The configuration that runs `problem` on `device`; `Reference` where Triton cannot run."""
     if not triton_runs(device) or problem.dtype == torch.float64 or problem.k > WIDEST_ROW:
         return Reference()
-    return _choose(problem, _table(torch.cuda.get_device_capability(device)))
+    return _choose(problem, _table(device))
 
 
 def _choose(problem: Problem, table: Table) -> Config:
@@ -88,13 +86,14 @@ def _choose(problem: Problem, table: Table) -> Config:
         rows = min((rows for rows in listed if rows >= problem.m), default=max(listed, default=0))
         if rows and fits(listed[rows], problem):
             return listed[rows]
+    many = [MANY] * (problem.m >= MANY_ROWS and problem.n >= MANY_OUTPUTS)
     if problem.gated:
-        return _first_fit(problem, Streamed(), _norm_linear(problem))
+        return _first_fit(problem, Streamed(), *many, _norm_linear(problem))
     if problem.m == 1:
         return _first_fit(problem, *[Streamed()] * (problem.k * problem.n >= STREAMED_FROM), Gemv())
     if problem.m <= MATRIX_ROWS and fits(SplitK(), problem):
         return SplitK(split=_split(problem))
-    return Gemv() if problem.m <= FEW_ROWS else _norm_linear(problem)
+    return Gemv() if problem.m <= FEW_ROWS else _first_fit(problem, *many, _norm_linear(problem))
 
 
 def _first_fit(problem: Problem, *configs: Config) -> Config:
@@ -147,14 +146,22 @@ def cuda_runs(device: torch.device) -> bool:
 
 
 @cache
-def _table(capability: tuple[int, int]) -> Table:
-    """The configurations for the GPUs of one compute capability; empty where none is shipped."""
+def _table(device: torch.device) -> Table:
+    """The shipped configurations for the device's compute capability, and over them those found on this machine."""
+    found = read(table_path(device))
+    shipped = _shipped(torch.cuda.get_device_capability(device))
+    return {shape: {**shipped.get(shape, {}), **found.get(shape, {})} for shape in shipped.keys() | found.keys()}
+
+
+def forget_tables() -> None:
+    """Have the tables read again: one on this machine has changed."""
+    _table.cache_clear()
+
+
+@cache
+def _shipped(capability: tuple[int, int]) -> Table:
+    """The configurations for the GPUs of one compute capability; empty where none are shipped."""
     name = _TABLE_BY_CAPABILITY.get(capability)
     if name is None:
         return {}
-    text = resources.files("flashnorm.kernels").joinpath("tables", name).read_text(encoding="utf-8")
-    table: dict[tuple[int, int, bool], dict[int, Config]] = {}
-    for entry in json.loads(text)["entries"]:
-        shape = entry["k"], entry["n"], entry.get("gated", False)
-        table.setdefault(shape, {})[entry["m"]] = from_dict(entry["config"])
-    return table
+    return parse(resources.files("flashnorm.kernels").joinpath("tables", name).read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from flashnorm.kernels.configs import (
 )
 from flashnorm.kernels.dispatch import Problem, fits
 
-HOPPER = dispatch._table((9, 0))
+HOPPER = dispatch._shipped((9, 0))
 PLAIN = Problem(m=1, k=1000, n=1000, dtype=torch.bfloat16, gained=False, addressable=True, hopper=True)
 
 
@@ -34,9 +34,14 @@ def test_off_cuda_the_reference_runs():
     assert dispatch.choose(PLAIN, torch.device("cpu")) == Reference()
 
 
-@pytest.mark.parametrize(("m", "family"), [(1, Gemv), (2, SplitK), (64, SplitK), (65, NormLinear), (4096, NormLinear)])
+@pytest.mark.parametrize(("m", "family"), [(1, Gemv), (2, SplitK), (64, SplitK), (65, NormLinear), (4096, TmaGemm)])
 def test_shapes_that_are_not_listed(m, family):
     assert isinstance(_choose(m=m), family)
+
+
+def test_few_outputs_and_other_gpus_keep_to_the_plain_sequence():
+    assert isinstance(_choose(m=4096, n=64), NormLinear)
+    assert isinstance(_choose(m=4096, hopper=False), NormLinear)
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 17, 64, 65, 256, 1024, 4096, 9000])

@@ -10,6 +10,7 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 
 from flashnorm.errors import KernelError
+from flashnorm.kernels.cache import cache_folder
 
 
 def cubin(source: str, architecture: str) -> bytes:
@@ -25,12 +26,6 @@ def cubin(source: str, architecture: str) -> bytes:
         code = _compile(source, architecture)
         _keep(path, code)
         return code
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels and tuning results are kept: FLASHNORM_CACHE, else the user's cache folder."""
-    own = os.environ.get("FLASHNORM_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashnorm"
 
 
 def _keep(path: Path, code: bytes) -> None:
