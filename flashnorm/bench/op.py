@@ -122,7 +122,7 @@ def _measure_row(shape: Shape, contenders: dict[str, Baseline], ceilings: Ceilin
             return rms_linear(x, weight, EPS, out=out)
         return rms_swiglu_linear(x, weight, EPS, activation=shape.activation, out=out)
 
-    config = choose(problem_of(operands.x[0], operands.weight[0], None, outs[0], shape.activation), device)
+    config = choose(problem_of(operands.x[0], operands.weight[0], None, outs[0], activation=shape.activation), device)
     error = _error(shape, config, ours, operands, outs[0])
     calls: dict[str, Callable[[int], object]] = {name: partial(theirs, call) for name, call in contenders.items()}
     timings = time_side_by_side({**calls, OURS: ours}, len(operands), REPEATS)

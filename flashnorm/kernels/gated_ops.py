@@ -98,5 +98,5 @@ def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, activatio
     rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
     gain = gain if gain is None else gain.contiguous()
     with written_in_place(out) as target:
-        config = choose(problem_of(rows, weight, gain, target, activation), x.device)
+        config = choose(problem_of(rows, weight, gain, target, activation=activation), x.device)
         run(config, rows, weight, eps, gain, None, target, activation)
