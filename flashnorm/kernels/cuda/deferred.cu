@@ -8,8 +8,8 @@
 //   STAGES             tiles in the ring; a tile is 64 wide along K, 128 bytes, one row of the 128-byte swizzle
 //   NORM               NONE: out = x Wᵀ + bias
 //                      INSIDE: consumers add up the squares of the tile of x that their wgmma is just reading
-//                      BESIDE: the grid's first blocks, on multiprocessors that the tiles leave idle, take 1/RMS of every
-//                      row; the others wait for them only before the scale
+//                      BESIDE: the grid's first blocks, on multiprocessors that the tiles leave idle, take 1/RMS of
+//                      every row; the others wait for them only before the scale
 //   GATED, ACTIVATION  out = act(gate) ⊙ up, where W holds the rows of gate, then those of up
 //   HALF, IS_BF16, wgmma(...)   the element type, and the instruction for BLOCK_N (see wgmma.py)
 
@@ -78,11 +78,16 @@ struct Tiles {
     }
 };
 
+__device__ __forceinline__ float inverse_rms(float squares, const Problem& problem) {
+    return rsqrtf(squares / problem.K + problem.eps);
+}
+
 __device__ __forceinline__ int steps_of(const Problem& problem) { return (problem.K + BLOCK_K - 1) / BLOCK_K; }
 
 // ---- The producer -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, const TensorMap* w, const Problem& problem) {
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, const TensorMap* w,
+                                        const Problem& problem) {
     const int steps = steps_of(problem);
     Ring ring;
     Tiles tiles(problem);
@@ -121,8 +126,8 @@ __device__ __forceinline__ void take_scales(const Problem& problem) {
         for (int k = vectors * 8 + lane; k < problem.K; k += WARP)
             for (int i = 0; i < ROWS; i++) sums[i] = fmaf(widened(rows[i][k]), widened(rows[i][k]), sums[i]);
         for (int i = 0; i < ROWS; i++) {
-            const float sum = sum_of_warp(sums[i]);
-            if (lane == 0 && m + i * warps < problem.M) problem.scale[m + i * warps] = rsqrtf(sum / problem.K + problem.eps);
+            const float scale = inverse_rms(sum_of_warp(sums[i]), problem);
+            if (lane == 0 && m + i * warps < problem.M) problem.scale[m + i * warps] = scale;
         }
     }
     __threadfence();
@@ -191,15 +196,15 @@ struct Squares {
             for (int i = 0; i < 4; i++) {
                 float sum = sums[slab][i];
                 for (int apart = 1; apart < 8; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-                if (lane % 8 == 0) scale[slab * 64 + (i * WARPGROUP + lane) / 8] = rsqrtf(sum / problem.K + problem.eps);
+                if (lane % 8 == 0) scale[slab * 64 + (i * WARPGROUP + lane) / 8] = inverse_rms(sum, problem);
                 sums[slab][i] = 0;
             }
     }
 };
 
-__device__ __forceinline__ void store_slab(Shared& shared, const float* products, const TensorMap* out, const void* bias,
-                                           int consumer, float upper, float lower, int row, int column, int N,
-                                           int& stores) {
+__device__ __forceinline__ void store_slab(Shared& shared, const float* products, const TensorMap* out,
+                                           const void* bias, int consumer, float upper, float lower, int row,
+                                           int column, int N, int& stores) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
 #pragma unroll
     for (int chunk = 0; chunk < OUT_N / CHUNK; chunk++, stores++) {
@@ -280,8 +285,8 @@ __device__ __forceinline__ void consume(Shared& shared, int consumer, const Tens
 }
 
 extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
-    deferred(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap out,
-             const void* bias, const Problem problem) {
+    deferred(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+             const __grid_constant__ TensorMap out, const void* bias, const Problem problem) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(memory + (1024 - address(memory) % 1024) % 1024);
     const int warpgroup = threadIdx.x / WARPGROUP;

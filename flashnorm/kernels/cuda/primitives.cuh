@@ -39,7 +39,8 @@ __device__ __forceinline__ void release(u64* empty) {
 }
 
 __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     address(to)),
                  "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
 }
 
@@ -103,7 +104,9 @@ __device__ __forceinline__ float widened(u16 bits) {
     return value;
 }
 
-__device__ __forceinline__ float low_of(u32 pair) { return IS_BF16 ? __uint_as_float(pair << 16) : widened(pair & 0xFFFF); }
+__device__ __forceinline__ float low_of(u32 pair) {
+    return IS_BF16 ? __uint_as_float(pair << 16) : widened(pair & 0xFFFF);
+}
 
 __device__ __forceinline__ float high_of(u32 pair) {
     return IS_BF16 ? __uint_as_float(pair & 0xFFFF0000) : widened(pair >> 16);
