@@ -46,7 +46,9 @@ def transform(
     total = sum(sizes.values())
     room = total + max(0, output_bytes(source, changes)) + extra_bytes
     with new_folder(dst, room) as folder, metered(what, total + _read_again(changes), quiet=quiet) as meter:
-        finish(folder, _all_files(source, changes, folder, sizes, meter, workers))
+        sums = _all_files(source, changes, folder, sizes, meter, workers)
+        source.check_unchanged()
+        finish(folder, sums)
 
 
 def _all_files(

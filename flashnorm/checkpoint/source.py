@@ -33,6 +33,15 @@ class Source:
     shards: tuple[Shard, ...]
     index: str | None
     tensors: dict[str, TensorInfo] = field(repr=False)
+    marks: dict[str, tuple[int, ...]] = field(repr=False)  # of every file as it was opened, to see that it stays
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` where a file is not the one that was opened: half of it may have been read before."""
+        for name, mark in self.marks.items():
+            if _mark(self.folder / name) != mark:
+                raise CheckpointError(
+                    f"{self.folder / name} changed while it was read; try again when nothing writes to the folder"
+                )
 
     def by_size(self) -> list[tuple[str, int]]:
         """Every file and its size in bytes, the largest first: worked on in this order, none is left to run alone."""
@@ -88,7 +97,15 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     config = read_json(folder / CONFIG, ConfigError)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{folder / CONFIG} names no model_type; give a checkpoint folder of Transformers")
+    marks = {name: _mark(folder / name) for name in files}
     index, shards = open_shards(folder, files, config)
     tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     refuse_quantised(folder, files, config, tensors)
-    return Source(folder, config, files, shards, index, tensors)
+    return Source(folder, config, files, shards, index, tensors, marks)
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    with reading(path):
+        status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
 from flashnorm.errors import ConfigError
 from flashnorm.folders import require_folder
@@ -54,13 +55,40 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
             if name in remote:
                 return getattr(transformers, name)
     for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if found is None:
+            continue
+        wanted = _config_class(found)
+        if wanted is not None and not isinstance(config, wanted) and found not in _built_for(config):
+            raise ConfigError(
+                f"config.json contradicts itself: its architectures name {name}, and its model_type is "
+                f"{config.model_type!r}, for which loaders build another model; correct one of the two"
+            )
+        return found
     for name in _AUTO_CLASSES:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise ConfigError(f"Transformers has no model class for the model_type {config.model_type!r}")
+
+
+def _built_for(config: Any) -> list[Any]:
+    """Every class that some auto class builds for the config's model_type; a few are made for another config class."""
+    found: list[Any] = []
+    for name in dir(modeling_auto):
+        mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
+        if mapping is not None and type(config) in mapping:
+            classes = mapping[type(config)]
+            found += classes if isinstance(classes, tuple) else (classes,)
+    return found
+
+
+def _config_class(model: Any) -> Any:
+    """The config class that a model class is made for; None where it does not say."""
+    try:
+        return getattr(model, "config_class", None)
+    except ImportError as error:  # a stand-in for a class whose needs are not installed
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def hollow_model(config: Any, trust_remote_code: bool = False) -> transformers.PreTrainedModel:

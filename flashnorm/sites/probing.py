@@ -223,9 +223,10 @@ def _find_roles(e: _Experiment) -> tuple[str | None, str | None, float] | None:
     offset = ((base * core).sum() / (core * core).sum()).item()
     offset = float(f"{offset:.5g}") + 0.0
     scale = core.abs().max()
-    expected = (offset + e.gain) * core
-    measured = e.run(e.x, {**zero, gain_name: e.gain})
-    affine = (measured - expected).abs().max() <= 1e-5 * scale and (base - offset * core).abs().max() <= 1e-5 * scale
+    affine = (base - offset * core).abs().max() <= 1e-5 * scale
+    for gain in (e.gain, -e.gain):  # of either sign: |w| and max(w, 0) are no gains
+        measured = e.run(e.x, {**zero, gain_name: gain})
+        affine = affine and (measured - (offset + gain) * core).abs().max() <= 1e-5 * scale
     return (gain_name, bias_name, 0.0 if abs(offset) < 1e-5 else offset) if affine and scale > 0 else None
 
 

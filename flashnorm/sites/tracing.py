@@ -126,7 +126,10 @@ class _Follower(HollowMode):
             return
         carrying = self._carrying(tensors, base)
         self._account_for_weights(base, args, tensors, result)
-        if base in VALUE_FREE or not (carrying or base in _ALWAYS or base in PRODUCTS):
+        if base in VALUE_FREE:
+            return
+        if not (carrying or base in _ALWAYS or base in PRODUCTS):
+            self._write(result, None)  # plain data, also where it was written over what had a shadow, such as zeros
             return
         rule = RULES.get(base)
         call = Call(func, args, kwargs, result, self)

@@ -137,9 +137,21 @@ class SquaredGain(LayerScale):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.weight**2
 
 
+class AbsoluteGain(LayerScale):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.weight.abs()
+
+
+class ClampedGain(LayerScale):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.weight.clamp(min=0)
+
+
 @pytest.mark.parametrize(
     "module",
     [
+        AbsoluteGain(),
+        ClampedGain(),
         LayerScale(),
         DynamicTanh(),
         Sign(),
