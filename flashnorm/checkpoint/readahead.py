@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from flashnorm.checkpoint.source import Source
 from flashnorm.errors import CheckpointError
@@ -21,8 +22,8 @@ _STEP_BYTES = 16 * 1024 * 1024
 def reading_ahead(source: Source) -> Iterator[None]:
     """While the block runs, bring the files in, in the order of `Source.by_size`, as far as memory is free.
 
-    At most half of the free memory is filled, with clean pages that the kernel drops at need. Errors are left to the
-    real reader. Does nothing where the system cannot be asked.
+    At most half of the available memory is filled, with clean pages that the kernel drops at need. Errors are left to
+    the real reader. Does nothing where the system cannot be asked.
     """
     if not hasattr(os, "posix_fadvise"):
         yield
@@ -62,4 +63,9 @@ def _read(source: Source, room: int, stop: threading.Event) -> None:
 
 
 def _free_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that may be filled: what Linux counts as available, caches that it would drop included."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
