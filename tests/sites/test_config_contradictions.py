@@ -21,12 +21,14 @@ def test_a_model_type_may_be_built_by_another_types_class():
     mapping = AutoModelForCausalLM._model_mapping
     borrowed = {config: mapping[config] for config in mapping if not issubclass(config, mapping[config].config_class)}
     assert borrowed
-    for config, model in list(borrowed.items())[:5]:
-        assert model_class(config(architectures=[model.__name__])) is model
+    for kind, model in borrowed.items():
+        config = kind.__new__(kind)  # without its settings: some kinds have no defaults
+        config.__dict__["architectures"] = [model.__name__]
+        assert model_class(config) is model
 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["NoSuchModel"], [1], None])
 def test_what_agrees_or_says_nothing_goes_by_the_model_type(architectures):
     config = LlamaConfig()
-    config.architectures = architectures
+    config.__dict__["architectures"] = architectures  # some versions of Transformers would check its type
     assert model_class(config).__name__ == "LlamaForCausalLM"
