@@ -36,7 +36,8 @@ def rms_swiglu_linear(
         raise ShapeError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     if gate_up_weight.dim() == 2 and gate_up_weight.shape[0] % 2:
         raise ShapeError(f"gate_up_weight must hold as many rows for gate as for up, not {len(gate_up_weight)} in all")
-    check_linear(x, gate_up_weight, rows=gate_up_weight.shape[0] // 2, gain=gain, out=out)
+    outputs = gate_up_weight.shape[0] // 2 if gate_up_weight.dim() == 2 else None  # no matrix is refused just below
+    check_linear(x, gate_up_weight, rows=outputs, gain=gain, out=out)
     if out is None:
         return _rms_swiglu_linear(x, gate_up_weight, eps, gain, activation)
     check_separate(out, x=x, gate_up_weight=gate_up_weight, gain=gain)

@@ -49,6 +49,8 @@ def test_what_is_refused():
         rms_swiglu_linear(x, weight, cases.EPS, activation="tanh")
     with pytest.raises(ShapeError, match="as many rows for gate as for up, not 47"):
         rms_swiglu_linear(x, weight[:47], cases.EPS)
+    with pytest.raises(ShapeError, match="weight must be a matrix"):
+        rms_swiglu_linear(x, torch.zeros(()), cases.EPS)
     with pytest.raises(ShapeError, match="out must be of shape"):
         rms_swiglu_linear(x, weight, cases.EPS, out=x.new_empty(4, 48))
     with pytest.raises(GradientError, match="x requires grad"):
