@@ -18,6 +18,7 @@ from flashnorm.checkpoint.plan import FoldPlan, changed
 from flashnorm.checkpoint.source import CONFIG, Source
 from flashnorm.checkpoint.staging import write_file
 from flashnorm.checkpoint.stream import Sums
+from flashnorm.checkpoint.tree import reading
 from flashnorm.errors import CheckpointError
 from flashnorm.version import __version__
 
@@ -70,7 +71,9 @@ def apply_plan(
 
 
 def _config_text(source: Source) -> str:
-    return (source.folder / CONFIG).read_bytes().decode("utf-8", "surrogateescape")
+    path = source.folder / CONFIG
+    with reading(path):
+        return path.read_bytes().decode("utf-8", "surrogateescape")
 
 
 def _new_config(source: Source, config_changes: Mapping[tuple[str, ...], object]) -> bytes | None:

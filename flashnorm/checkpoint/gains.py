@@ -14,6 +14,7 @@ from flashnorm.algebra import gain_factor
 from flashnorm.checkpoint.manifest import Manifest, Reader, SiteRecord
 from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale
 from flashnorm.checkpoint.source import Source
+from flashnorm.checkpoint.tree import reading
 from flashnorm.errors import CheckpointError
 
 SIDECAR = "flashnorm.gains"
@@ -37,12 +38,13 @@ def sidecar(source: Source, plan: FoldPlan) -> tuple[bytes, tuple[SiteRecord, ..
 def read_gains(folder: str | os.PathLike[str], manifest: Manifest) -> dict[str, torch.Tensor]:
     """The contents of `flashnorm.gains`: originals by stored name, index tensors by the key that readers give.
 
-    Raises `CheckpointError` where the file is missing or is not the one that was written.
+    Raises `CheckpointError` where the file is missing, unreadable, or not the one that was written.
     """
     path = Path(folder) / SIDECAR
     if not path.is_file():
         raise CheckpointError(f"{folder} lacks {SIDECAR}, which holds the original gains; fold the source again")
-    data = path.read_bytes()
+    with reading(path):
+        data = path.read_bytes()
     record = manifest.output.get(SIDECAR)
     if record is None or hashlib.sha256(data).hexdigest() != record.sha256:
         raise CheckpointError(f"{path} is not the file that folding wrote: its SHA-256 differs; fold the source again")

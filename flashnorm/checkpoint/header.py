@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashnorm.checkpoint.tree import reading
+from flashnorm.checkpoint.tree import parse_json, reading
 from flashnorm.errors import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000  # the format's own limit, which keeps a corrupt length from being believed
@@ -166,10 +166,10 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
         return table
 
     try:
-        table = json.loads(text, object_pairs_hook=unique)
+        table = parse_json(text, object_pairs_hook=unique)
     except (ValueError, RecursionError):
         table = None
-    _refuse_unless(isinstance(table, dict), path, "its header is not valid JSON")
+    _refuse_unless(isinstance(table, dict), path, "its header is not valid JSON in UTF-8")
     if names:
         twice = next(name for name in names if names.count(name) > 1)
         raise CheckpointError(f"{path} holds {twice!r} twice: tensor names must be unique; save the checkpoint again")

@@ -13,6 +13,8 @@ import glob
 import os
 import secrets
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,12 +75,30 @@ def new_folder(dst: Path, size: int, last: str = LAST) -> Iterator[Path]:
         yield folder
         _publish(folder, dst, last)
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        with uninterrupted():
+            shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise _output_error(error, dst) from error
         raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C does nothing while the block runs: pressed twice, it would stop the removal of what the first one left.
+
+    Interruptions reach the main thread alone, so in any other thread there is nothing to keep off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        # None stands for a handler that is not Python's, which cannot be put back.
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
 
 @contextmanager

@@ -100,9 +100,17 @@ def read_json(path: Path, error: type[Refusal] = CheckpointError) -> dict[str, A
     with reading(path):
         text = path.read_bytes()
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as problem:
         raise error(f"{path} is not valid JSON ({problem}); download or save it again") from None
     if not isinstance(value, dict):
         raise error(f"{path} must hold a JSON object, not {type(value).__name__}; download or save it again")
     return value
+
+
+def parse_json(text: bytes, **options: Any) -> Any:
+    """The value of a JSON text, which must be UTF-8 without a byte order mark. Raises `ValueError` where it is not.
+
+    Given bytes, `json.loads` guesses the encoding and takes UTF-16, UTF-32 and marks as well, which loaders reject.
+    """
+    return json.loads(text.decode("utf-8"), **options)

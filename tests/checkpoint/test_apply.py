@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -276,3 +277,19 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     limit = 100 * 2**20
     assert peak_bytes(folder, tmp_path / "out", "stream") < limit
     assert peak_bytes(folder, tmp_path / "out", "read whole") > limit  # so that the measure is known to see it
+
+
+def test_a_config_that_becomes_unreadable_is_the_sources_fault(tmp_path, monkeypatch):
+    source = open_source(write_checkpoint(tmp_path / "source"))
+    plan = hand_plan(source, strict=True)
+    unchanged = Path.read_bytes
+
+    def fail(path):
+        if path == source.folder / "config.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return unchanged(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match=r"source/config\.json cannot be read: Input/output error"):
+        apply_plan(source, plan, tmp_path / "out", quiet=True)
+    assert os.listdir(tmp_path) == ["source"]

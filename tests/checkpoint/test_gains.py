@@ -1,4 +1,7 @@
+import errno
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +80,14 @@ def test_altered_gains(folded, change):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"flashnorm\.gains is not the file that folding wrote"):
         read_gains(folded[1], read_manifest(folded[1]))
+
+
+def test_gains_that_cannot_be_read(folded, monkeypatch):
+    manifest = read_manifest(folded[1])
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match=r"flashnorm\.gains cannot be read: Input/output error"):
+        read_gains(folded[1], manifest)

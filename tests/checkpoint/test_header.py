@@ -2,8 +2,8 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from flashnorm.checkpoint.header import Entry, encode_header, read_header
 from flashnorm.errors import CheckpointError
@@ -88,6 +88,19 @@ def test_a_pointer_of_git_lfs(path):
 def test_no_header(path, data):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "utf-16-be"])
+def test_a_header_in_another_encoding(path, encoding):
+    """The format's own reader takes UTF-8 without a mark alone."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].decode().encode(encoding)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(CheckpointError, match="its header is not valid JSON in UTF-8"):
         read_header(path)
 
 

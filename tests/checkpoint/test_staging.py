@@ -1,7 +1,11 @@
 import errno
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +71,43 @@ def test_an_error_leaves_nothing(tmp_path, error):
     with pytest.raises(type(error)):
         write_new(tmp_path / "out", fails_with(error))
     assert os.listdir(tmp_path) == []
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)  # in this time the interruption comes
+
+
+def test_a_second_interruption_does_not_stop_the_removal(tmp_path, monkeypatch):
+    unchanged, before = shutil.rmtree, signal.getsignal(signal.SIGINT)
+
+    def remove(folder, **options):
+        interrupt()
+        unchanged(folder, **options)
+
+    monkeypatch.setattr(staging.shutil, "rmtree", remove)
+    with pytest.raises(KeyboardInterrupt):
+        write_new(tmp_path / "out", interrupt)
+    assert os.listdir(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):  # from here on it counts again
+        interrupt()
+
+
+def test_the_removal_in_another_thread_leaves_interruptions_alone(tmp_path):
+    found = []
+
+    def fail():
+        try:
+            write_new(tmp_path / "out", fails_with(ValueError()))
+        except ValueError:
+            found.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    assert (found, os.listdir(tmp_path)) == ([before], [])
 
 
 def test_a_file_has_no_name_before_it_is_finished(tmp_path):

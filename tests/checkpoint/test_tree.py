@@ -3,10 +3,11 @@ import os
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from flashnorm.checkpoint.source import open_source
 from flashnorm.checkpoint.tree import file_size, list_files, read_json, read_pieces
-from flashnorm.errors import CheckpointError
+from flashnorm.errors import CheckpointError, ConfigError, Refusal
 from tests.checkpoint.tiny import write_checkpoint
 
 
@@ -95,3 +96,29 @@ def test_trouble_with_the_disk_is_the_sources(folder, monkeypatch, read):
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error; check the disk it is on"):
         read(folder)
+
+
+ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin-1"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(("name", "error"), [("config.json", ConfigError), ("model.safetensors.index.json", Refusal)])
+def test_json_is_utf_8_without_a_mark(folder, encoding, name, error):
+    """What loaders cannot read is not read here: they would reject the folded folder."""
+    text = (folder / name).read_text().replace("{", '{"note": "é", ', 1)
+    (folder / name).write_text(text, encoding="utf-8")
+    open_source(folder)
+    (folder / name).write_text(text, encoding=encoding)
+    with pytest.raises(error, match="is not valid JSON"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_transformers_rejects_the_same_configs(folder, encoding):
+    path = folder / "config.json"
+    text = path.read_text().replace("{", '{"note": "é", ', 1)
+    path.write_text(text, encoding="utf-8")
+    assert AutoConfig.from_pretrained(folder).note == "é"
+    path.write_text(text, encoding=encoding)
+    with pytest.raises(OSError, match="not a valid JSON file"):
+        AutoConfig.from_pretrained(folder)
