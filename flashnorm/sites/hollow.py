@@ -108,7 +108,11 @@ def _refuse_overlaps(model: nn.Module) -> None:
 
 
 def settle_values(model: nn.Module) -> None:
-    """Give every real parameter finite values: constructors leave some of them uninitialised."""
+    """Give every real parameter finite values: constructors leave some of them uninitialised.
+
+    A single number that is zero at first (a scale that training opens up) becomes another, so that code which skips
+    a branch for it does not.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.device.type == "meta" or not parameter.is_floating_point():
@@ -117,6 +121,8 @@ def settle_values(model: nn.Module) -> None:
             parameter.data.normal_(0.0, 0.1, generator=generator)
         else:
             parameter.data.nan_to_num_(0.0, 0.0, 0.0).clamp_(-100.0, 100.0)
+        if parameter.numel() == 1:
+            parameter.data.masked_fill_(parameter == 0, 0.5)
 
 
 class HollowMode(TorchDispatchMode):

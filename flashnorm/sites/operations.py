@@ -29,6 +29,8 @@ class Blocked(Exception):
 class Context(Protocol):
     """What the rules need to know of the running trace."""
 
+    number_read: bool  # a zero was read off a tensor, so that a zero among the arguments may be data
+
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
     def locate(self, tensor: torch.Tensor) -> Located | None: ...
@@ -49,15 +51,15 @@ class Call:
     context: Context
 
     def codes(self, position: int) -> torch.Tensor:
-        """The shadow of an argument, all plain when it has none; a single number is plain data or zero."""
+        """The shadow of an argument, all plain when it has none; a Python number is plain data or zero."""
         return self.codes_of(self.args[position])
 
     def codes_of(self, value: Any) -> torch.Tensor:
         shadow = self.context.shadow(value) if isinstance(value, torch.Tensor) else None
         if shadow is not None:
             return shadow
-        if not isinstance(value, torch.Tensor) or (value.ndim == 0 and value.device.type != "meta"):
-            return torch.tensor(ZERO if value == 0 else PLAIN, dtype=torch.int32)
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(ZERO if value == 0 and not self.context.number_read else PLAIN, dtype=torch.int32)
         return torch.zeros((), dtype=torch.int32).expand(value.shape)
 
 
@@ -83,7 +85,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     "_to_copy",
     "alias",
     "detach",
-    "lift_fresh",
     "_unsafe_view",
     "_reshape_alias",
     "dropout",
@@ -145,6 +146,28 @@ def filled(call: Call) -> Any:
 @rule("zeros", "new_zeros", "zeros_like", "zero")
 def zeros(call: Call) -> Any:
     return torch.full(call.result.shape, ZERO, dtype=torch.int32)
+
+
+# A tensor is zero where the code of the model says so. One that merely holds a zero, such as a scale that training
+# starts from zero or a flag computed from the inputs, holds another number in another checkpoint or call.
+
+
+@rule("lift_fresh")
+def literal(call: Call) -> Any:
+    """`torch.tensor(0.0)`, and any Python number that is written into a tensor."""
+    number = call.result.ndim == 0 and call.result.device.type != "meta"
+    return call.codes_of(call.result.item()) if number else call.codes(0)
+
+
+@rule("scalar_tensor", "full")
+def constant_number(call: Call) -> Any:
+    value = call.args[-1]  # full(size, value), scalar_tensor(value)
+    return call.codes_of(value).expand(call.result.shape)
+
+
+@rule("_local_scalar_dense")
+def read_off(call: Call) -> Any:
+    raise Blocked("non-linear", "its values are read as Python numbers")
 
 
 # --- scaling and adding -----------------------------------------------------------------------------------------------

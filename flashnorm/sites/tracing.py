@@ -23,7 +23,7 @@ from flashnorm.sites.hollow import HollowMode, is_hollow
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
 from flashnorm.sites.probing import NormProbe, ProbeCache, is_candidate
-from flashnorm.sites.shadow import Conflict, Numbering, Shadows, tagged
+from flashnorm.sites.shadow import ZERO, Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
 from flashnorm.sites.weights import Ledger, Located, Read, place
 
@@ -87,6 +87,7 @@ class _Follower(HollowMode):
         self.record = record
         self.shadows = Shadows()
         self.path: list[str] = []
+        self.number_read = False
         self.inside_norm = 0
         self.norms: dict[nn.Module, str] = {}
 
@@ -122,13 +123,16 @@ class _Follower(HollowMode):
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
         base = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
-        if _is_view(tensors, result, func):
+        if base == "_local_scalar_dense":
+            self._note_number(tensors[0], result)
+        if base != "lift_fresh" and _is_view(tensors, result, func):
             return
         carrying = self._carrying(tensors, base)
         self._account_for_weights(base, args, tensors, result)
         if base in VALUE_FREE:
             return
-        if not (carrying or base in _ALWAYS or base in PRODUCTS):
+        number = isinstance(result, torch.Tensor) and result.ndim == 0 and base in _OF_NUMBERS
+        if not (carrying or number or base in _ALWAYS or base in PRODUCTS):
             self._write(result, None)  # plain data, also where it was written over what had a shadow, such as zeros
             return
         rule = RULES.get(base)
@@ -143,6 +147,15 @@ class _Follower(HollowMode):
             self._use_operands(base, args)
             codes = None
         self._write(result, codes)
+
+    def _note_number(self, tensor: torch.Tensor, value: Any) -> None:
+        """A float zero that was read off a tensor can come back as an argument, where nothing tells it from a literal.
+
+        Not so for integers: they are counts and indices, which do not multiply a norm's output.
+        """
+        if isinstance(value, float) and value == 0.0:
+            shadow = self.shadows.get(tensor)
+            self.number_read |= shadow is None or bool((shadow != ZERO).any())
 
     def _carrying(self, tensors: list[torch.Tensor], base: str) -> list[torch.Tensor]:
         carrying = []
@@ -238,7 +251,9 @@ class _Follower(HollowMode):
 
 
 # Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
-_ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill"}
+_ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill", "lift_fresh", "scalar_tensor", "full"}
+# The same for single numbers, so that a literal zero is still known after a cast.
+_OF_NUMBERS = {"_to_copy", "clone", "mul"}
 
 
 def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
