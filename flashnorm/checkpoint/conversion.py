@@ -159,10 +159,22 @@ class _Loader:
         axes: dict[str, dict[int, tuple[int, torch.Tensor | None]]] = defaultdict(dict)
         for axis, length in enumerate(self.shapes[name]):
             for parameter, landed in self._follow(converter, target, sources, name, axis).items():
+                self._check_stack(parameter, landed, sources)
                 where = _axis_of(landed, length)
                 if where is not None:
                     axes[parameter][where[0]] = (axis, where[1])
         return [Placement(parameter, tuple(self.parameters[parameter]), found) for parameter, found in axes.items()]
+
+    def _check_stack(self, parameter: str, landed: torch.Tensor, sources: dict[str, list[str]]) -> None:
+        """Tensors that are stored one by one become the first axis of a parameter: there must be as many as it has."""
+        wanted = tuple(self.parameters[parameter])
+        first = next((names[0] for names in sources.values() if len(names) == len(landed)), None)
+        stacked = first is not None and len(self.shapes[first]) + 1 == landed.ndim == len(wanted)
+        if stacked and len(landed) != wanted[0]:
+            raise CheckpointError(
+                f"{first} and its like, {len(landed)} in number, make up {parameter}, for which the config asks for "
+                f"{wanted[0]}; the checkpoint and its config.json do not belong together"
+            )
 
     def _follow(
         self, converter: Any, target: str, sources: dict[str, list[str]], name: str, axis: int
@@ -177,7 +189,15 @@ class _Loader:
         try:
             return self._convert(converter, target, sources, name, axis, narrow=True)
         except Exception:  # a conversion that checks sizes rejects narrow stand-ins in its own way; full ones must do
+            pass
+        try:
             return self._convert(converter, target, sources, name, axis, narrow=False)
+        except Exception as error:  # the loader would fail at the same tensors
+            count = sum(len(names) for names in sources.values())
+            raise CheckpointError(
+                f"the {count} tensors stored for {target} ({name} is one) cannot be put together: {error}; the "
+                "checkpoint and its config.json do not belong together"
+            ) from error
 
     def _convert(
         self, converter: Any, target: str, sources: dict[str, list[str]], name: str, axis: int, narrow: bool

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.conversion import placements, stored_name
+from flashnorm.checkpoint.missing import refuse_missing
 from flashnorm.checkpoint.plan import STRICT_MARK, FoldPlan, changed
 from flashnorm.checkpoint.planner import plan_fold
 from flashnorm.checkpoint.source import Source
@@ -26,17 +27,19 @@ def make_plan(
     additions: dict[str, str] = {}
     changes: dict[tuple[str, ...], object] = {}
     shapes = {name: tuple(info.shape) for name, info in source.tensors.items()}
+    placed = placements(model, shapes)
+    refuse_missing(source.folder, model, {piece.parameter for pieces in placed.values() for piece in pieces})
     if untie:
         changes = tie_flags(config, source.config)
         apart = hollow_model(type(config).from_dict(changed(source.config, changes)), trust_remote_code)
         additions = _copies(source, model, apart, shapes)
         shapes.update({name: shapes[origin] for name, origin in additions.items()})
         untie_head(model)
+        placed = placements(model, shapes)
     record = trace_fully(model)
     if untie:
         _refuse_another_function(source, record, apart)
     report = report_of(model, record)
-    placed = placements(model, shapes)
     if strict:
         changes |= STRICT_MARK
     return plan_fold(source, report, placed, strict=strict, untied=untie, additions=additions, config_changes=changes)
