@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,9 @@ def command(
     untie: Annotated[
         bool, typer.Option("--untie", help="Audit the model as it would be with its head untied.")
     ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="One row for each norm, not for all layers that are alike.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -25,6 +29,7 @@ def command(
     if not quiet:
         say("audit", f"opening {folder}")
     from flashnorm.checkpoint.remarks import remarks
+    from flashnorm.cli.audit_rows import grouped
     from flashnorm.sites.audit import audit
     from flashnorm.sites.render import audit_table, summary_line, to_dict
 
@@ -33,7 +38,9 @@ def command(
     if as_json:
         print_json({**to_dict(report), "notes": list(notes)})
         return
-    console().print(audit_table(report))
+    table = audit_table(report if every else replace(report, sites=tuple(grouped(report.sites))))
+    table.title = audit_table(report).title  # which counts norms, not rows
+    console().print(table)
     typer.echo(summary_line(report))
     for note in notes:
         typer.echo(f"note: {note}")

@@ -34,7 +34,7 @@ def test_every_reason_is_shown_whole(qwen3: Path, capsys: pytest.CaptureFixture[
     assert _status(qwen3, "--json") == 0
     reasons = {site["reason"] for site in json.loads(capsys.readouterr().out)["sites"] if site["reason"]}
     assert any("[" in reason for reason in reasons)
-    assert _status(qwen3) == 0
+    assert _status(qwen3, "--all") == 0
     shown = capsys.readouterr().out
     column = "".join(line.rsplit("│", 2)[1].strip() for line in shown.splitlines() if line.count("│") == 6)
     for reason in reasons:
@@ -86,3 +86,18 @@ def test_a_folder_that_fold_would_not_fold_is_said(tmp_path: Path, capsys: pytes
     assert "holds quantised or packed weights" in note
     (source / "model.safetensors").unlink()  # the config alone says it
     assert "holds quantised or packed weights" in _last_line(source, capsys)
+
+
+def test_layers_that_are_alike_are_one_row_and_all_are_shown_on_request(
+    qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _status(qwen3, "--quiet") == 0
+    short = capsys.readouterr().out
+    assert "qwen3: 9 norms" in short
+    assert "model.layers.0-1.input_layernorm" in short
+    assert "model.layers.1.input_layernorm" not in short
+    assert _status(qwen3, "--all", "--quiet") == 0
+    whole = capsys.readouterr().out
+    for name in ("model.layers.0.input_layernorm", "model.layers.1.input_layernorm", "qwen3: 9 norms"):
+        assert name in whole
+    assert short.splitlines()[-1] == whole.splitlines()[-1]
