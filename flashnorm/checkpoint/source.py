@@ -60,6 +60,12 @@ class Source:
         start, end = info.start + first * row, info.start + last * row
         return self._read(info, start, end, (last - first, *info.shape[1:]))
 
+    def read_span(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read elements `first` to `last` of one stored tensor, counted as they lie in the file: (last - first,)."""
+        info = self._info(name)
+        width = info.dtype.itemsize
+        return self._read(info, info.start + first * width, info.start + last * width, (last - first,))
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} stores no tensor named {name!r}")

@@ -65,6 +65,7 @@ def command(
         dtype=getattr(torch, dtype.value) if dtype else None,
         trust_remote_code=trust_remote_code,
         progress=None if quiet else partial(say, "verify"),
+        quiet=quiet,
     )
     if as_json:
         print_json(report.to_dict())

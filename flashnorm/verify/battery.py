@@ -9,6 +9,7 @@ from typing import Union
 import torch
 from torch import nn
 
+from flashnorm.checkpoint.manifest import is_folded
 from flashnorm.errors import CheckpointError, FlashnormError, Refusal
 from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check
 from flashnorm.verify.evaluate import Answers, dtype_name, evaluate
@@ -19,7 +20,7 @@ from flashnorm.verify.reach import differing
 from flashnorm.verify.report import Check, VerifyReport
 from flashnorm.verify.samples import BUILT_IN, Samples, make_samples
 from flashnorm.verify.steps import Progress, Steps
-from flashnorm.verify.stored import stored_check
+from flashnorm.verify.stored import stored_checks
 from flashnorm.verify.subject import Subject, check_comparable, open_subject
 
 Model = Union[str, "os.PathLike[str]", nn.Module]
@@ -36,6 +37,7 @@ def verify(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    quiet: bool = True,
 ) -> VerifyReport:
     """Does `candidate` compute what `reference` computes, up to the rounding that folding norm gains explains?
 
@@ -43,7 +45,8 @@ def verify(
     `text`: where the token ids come from, and what perplexity is taken of; without it, built-in passages and no
     perplexity. `positions`: at how many the logits are compared. `tokens`: how many of the text count for perplexity.
     `new_tokens`: how far each greedy continuation goes (0: none). `dtype`: run both in it instead of the dtype that the
-    reference is stored in. `progress`: called with a line of text before each step.
+    reference is stored in. `progress`: called with a line of text before each step. `quiet`: without the progress on
+    stderr of the comparison of stored tensors, which is made where one of two folders was written by `flashnorm fold`.
 
     The bounds are derived in `flashnorm.verify.bounds`. Raises `ConfigError` and `CheckpointError` where the two cannot
     be loaded or compared, and `Refusal` where the text or the memory does not do. A failed check raises nothing: it is
@@ -64,7 +67,10 @@ def verify(
         raise CheckpointError(f"the logits of {ours.name} are not finite: there is nothing to compare with")
     steps.second_model()
     folded = evaluate(theirs, samples, new_tokens, source.arithmetic.own, source.arithmetic.oracle, steps)
-    rest = _compare_unused(ours, theirs, differing(source.unused, folded.unused), trust_remote_code, steps)
+    unreached = differing(source.unused, folded.unused)
+    if _stored_known(ours, theirs):
+        steps(f"{theirs.name}: every stored tensor")
+    rest = _compare_stored(ours, theirs, unreached, trust_remote_code, quiet)
     return _judge(ours, theirs, samples, source, without_tokens(folded, masked), rest)
 
 
@@ -74,30 +80,38 @@ def _silent(step: str) -> None:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is known of the weights that the logits do not depend on, beyond those that are the same in both."""
+    """What is known of the weights beyond what the logits say of them."""
 
     checks: tuple[Check, ...] = ()
     not_compared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def _compare_unused(
-    ours: Subject, theirs: Subject, names: tuple[str, ...], trust_remote_code: bool, progress: Progress
-) -> _Rest:
-    """`names`: weights that differ and that no token id reaches; they are checked as they are stored if they can be."""
-    if not names:
-        return _Rest()
-    unreached = f"token ids do not reach {len(names)} weights that differ ({names[0]} for one)"
-    if ours.folder is None or theirs.folder is None:
-        return _Rest((), names, (f"{unreached}, so they were not compared: give checkpoint folders",))
-    progress(f"{theirs.name}: {len(names)} weights that token ids do not reach")
-    try:
-        check = stored_check(ours.folder, theirs.folder, trust_remote_code)
-    except FlashnormError as reason:  # a folder that is no whole checkpoint, or a model that cannot be audited
-        return _Rest((), names, (f"{unreached}, and they were not compared: {reason}",))
-    return _Rest(
-        (check,), (), (f"{unreached}: those were compared as they are stored, with the norms' readers by audit",)
+def _stored_known(ours: Subject, theirs: Subject) -> bool:
+    """Whether it is known what is to be stored: two folders, one of which says how it was folded."""
+    return (
+        ours.folder is not None and theirs.folder is not None and (is_folded(ours.folder) or is_folded(theirs.folder))
     )
+
+
+def _compare_stored(
+    ours: Subject, theirs: Subject, unreached: tuple[str, ...], trust_remote_code: bool, quiet: bool
+) -> _Rest:
+    """`unreached`: weights that differ and that no token id reaches, so that the stored tensors alone speak of them."""
+    why = f"token ids do not reach {len(unreached)} weights that differ ({unreached[0]} for one)" if unreached else ""
+    if ours.folder is None or theirs.folder is None:
+        notes = (f"{why}, so they were not compared: give checkpoint folders",) if unreached else ()
+        return _Rest((), unreached, notes)
+    if not _stored_known(ours, theirs) and not unreached:
+        return _Rest()
+    try:
+        checks = stored_checks(ours.folder, theirs.folder, trust_remote_code, quiet=quiet)
+    except FlashnormError as reason:  # a folder that is no whole checkpoint, or a model that cannot be audited
+        what = f"{why}, and they" if unreached else "stored tensors and settings"
+        return _Rest((), unreached, (f"{what} were not compared: {reason}",))
+    if unreached:
+        return _Rest(checks, (), (f"{why}: those were compared as they are stored, with the norms' readers by audit",))
+    return _Rest(checks)
 
 
 def _judge(

@@ -1,7 +1,9 @@
-"""Weights that no token id reaches are compared as they are stored; where they cannot be, that is said."""
+"""What no sample reaches is compared as it is stored; where it cannot be, that is said."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import flashnorm
 from flashnorm.checkpoint.manifest import MANIFEST, manifest_bytes, read_manifest
 from flashnorm.errors import Refusal
+from flashnorm.verify import stored
 from flashnorm.verify.report import VerifyReport
-from flashnorm.verify.stored import stored_check
+from flashnorm.verify.stored import stored_checks
 from tests import zoo
-from tests.verify.tiny import save, tiny_model
+from tests.verify.tiny import SHAPE, save, tiny_model
 
 # RMSNorms in the vision tower; LayerNorms whose bias moves into the next; both with a language model behind.
 MODELS = ("qwen2_5_vl", "llava")
@@ -80,7 +84,7 @@ def test_a_right_fold_passes_and_says_what_was_compared_how(source: Path, tmp_pa
     for mode in ({}, {"strict": True}):
         report = _verify(source, _folded(source, tmp_path / f"folded-{len(mode)}", **mode))
         assert report.passed
-        assert "stored_weights" in [check.name for check in report.checks]
+        assert [check.name for check in report.checks][1:3] == ["stored_weights", "settings"]
         [note] = report.notes
         assert "token ids do not reach" in note
         assert report.not_compared == ()
@@ -123,14 +127,14 @@ def test_live_models_are_told_to_come_as_folders() -> None:
 def test_every_mode_and_dtype(tmp_path: Path, dtype: torch.dtype, options: dict[str, bool]) -> None:
     source = save(tiny_model("llama", dtype), tmp_path / "source", with_tokenizer=False)
     out = _folded(source, tmp_path / "folded", **options)
-    assert stored_check(source, out).value == 0
+    assert [check.value for check in stored_checks(source, out)] == [0, 0]
 
     def swap(weights: Weights) -> None:
         weights.pop("model.layers.0.mlp.down_proj.weight")
         weights["extra"] = torch.zeros(1)
 
     _change(out, swap)
-    assert stored_check(source, out).value == 2
+    assert stored_checks(source, out)[0].value == 2
 
 
 def test_a_fold_of_other_norms_is_not_judged(tmp_path: Path) -> None:
@@ -139,4 +143,111 @@ def test_a_fold_of_other_norms_is_not_judged(tmp_path: Path) -> None:
     manifest = read_manifest(out)
     (out / MANIFEST).write_bytes(manifest_bytes(replace(manifest, sites=manifest.sites[1:])))
     with pytest.raises(Refusal, match="this version folds other norms"):
-        stored_check(source, out)
+        stored_checks(source, out)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a table of positions, an embedding and a head that are not tied, and a tokenizer for text."""
+    settings = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    ends = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+    model = GPT2LMHeadModel(GPT2Config(**settings, **ends))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return save(model, tmp_path_factory.mktemp("gpt2") / "source")
+
+
+def _rare_token(weights: Weights) -> None:
+    weights["transformer.wte.weight"][255] *= -1
+
+
+def _late_position(weights: Weights) -> None:
+    weights["transformer.wpe.weight"][500, 3] += 1
+
+
+def _rare_token_by_one_bit(weights: Weights) -> None:
+    row = weights["transformer.wte.weight"][255].view(torch.int32)
+    row[0] ^= 1
+
+
+UNSEEN = [_rare_token, _late_position, _rare_token_by_one_bit]
+
+
+@pytest.mark.parametrize("fault", UNSEEN)
+def test_rows_that_no_sample_reaches_are_compared(text: Path, tmp_path: Path, fault: Callable[[Weights], None]) -> None:
+    out = _folded(text, tmp_path / "folded", fault)
+    report = _verify(text, out)
+    assert [(check.name, check.value) for check in report.failures] == [("stored_weights", 1)]
+    assert report.notes == ("no perplexity: it is taken of a text of yours, which --text FILE gives",)
+    (out / MANIFEST).unlink()  # the logits do not see it, so this is what there is to see
+    assert _verify(text, out).passed
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("fault", [None, _rare_token])
+def test_either_folder_may_be_the_folded_one(
+    text: Path, tmp_path: Path, swapped: bool, fault: Callable[[Weights], None] | None
+) -> None:
+    pair = (text, _folded(text, tmp_path / "folded", fault))
+    checks = stored_checks(*(reversed(pair) if swapped else pair))
+    assert [check.value for check in checks] == [0 if fault is None else 1, 0]
+
+
+def test_two_folded_folders_must_be_the_same_where_their_mode_is(text: Path, tmp_path: Path) -> None:
+    first, second = _folded(text, tmp_path / "first"), _folded(text, tmp_path / "second")
+    assert [check.value for check in stored_checks(first, second)] == [0, 0]
+    _change(second, _rare_token)
+    assert stored_checks(first, second)[0].value == 1
+    with pytest.raises(Refusal, match="are both folded, in different modes"):
+        stored_checks(first, _folded(text, tmp_path / "third", strict=True))
+
+
+def _by_units(weights: Weights, units: int) -> None:
+    """Move one element of a reader away from the product by so many representable numbers."""
+    weights["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[5, 7] += units
+
+
+@pytest.mark.parametrize(("units", "wrong"), [(0, 0), (1, 0), (3, 1), (-3, 1)])
+def test_a_reader_may_lie_one_unit_from_the_product(tmp_path: Path, units: int, wrong: int) -> None:
+    source = save(tiny_model("llama", torch.bfloat16), tmp_path / "source", with_tokenizer=False)
+    out = _folded(source, tmp_path / "folded", lambda weights: _by_units(weights, units))
+    assert stored_checks(source, out)[0].value == wrong
+
+
+@pytest.mark.parametrize("elements", [7, 100, 5000])
+def test_it_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(stored, "_ELEMENTS", elements)
+    source = save(tiny_model("mixtral", torch.float16), tmp_path / "source", with_tokenizer=False)
+    out = _folded(source, tmp_path / "folded", untie=True)
+    assert stored_checks(source, out)[0].value == 0
+    _change(out, lambda weights: weights["lm_head.weight"][-1].neg_())
+    assert stored_checks(source, out)[0].value == 1
+
+
+def test_a_table_far_larger_than_a_block_takes_no_more_memory(tmp_path: Path) -> None:
+    """Peak resident memory of a process that compares two folders with a 200 MB table in them."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": 1_000_000, "num_hidden_layers": 1}))
+    source = save(model, tmp_path / "source", with_tokenizer=False)
+    _folded(source, tmp_path / "folded")
+    code = (
+        "import resource, sys; from pathlib import Path; from flashnorm.verify import stored; "
+        "import flashnorm.checkpoint.prepare; "
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "checks = stored.stored_checks(Path(sys.argv[1]), Path(sys.argv[2])); "
+        "assert [c.value for c in checks] == [0, 0]; "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    run = [sys.executable, "-c", code, str(source), str(tmp_path / "folded")]
+    kilobytes = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    assert kilobytes * 1024 < 150_000_000
+
+
+def test_progress_is_shown_on_request(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = _folded(text, tmp_path / "folded")
+    stored_checks(text, out)
+    assert capsys.readouterr().err == ""
+    stored_checks(text, out, quiet=False)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "verify: stored tensors: 0 B of 465.9 kB"
+    assert last.startswith("verify: stored tensors: 465.9 kB of 465.9 kB, ")
