@@ -69,25 +69,26 @@ def audit(
         hollow = hollow_model(read_config(model, trust_remote_code), trust_remote_code)
     if untie:
         untie_head(hollow)
-    return report_of(hollow, trace_fully(hollow, inputs))
+    live = model if isinstance(model, nn.Module) else None
+    return report_of(hollow, trace_fully(hollow, inputs, live))
 
 
-def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trace:
+def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None, live: nn.Module | None = None) -> Trace:
     """Trace text through the whole model, with as few tokens as will do, and then every part that text does not reach.
 
-    A mixture of experts may need more tokens before every expert has been seen reading.
+    A mixture of experts may need more tokens before every expert has been seen reading. `live`: as for `trace`.
     """
     if inputs is not None:
-        return trace(hollow, [Run(hollow_inputs(inputs))])
+        return trace(hollow, [Run(hollow_inputs(inputs))], live)
     runs = _first_that_runs(hollow, _TOKEN_LADDER[0])
     alone = False  # whether the model takes one row at a time
     try:
-        record = trace(hollow, runs)
+        record = trace(hollow, runs, live)
     except TracingError:
         runs, alone = [one_row(run) for run in runs], True
         if not can_run(hollow, runs[0]):
             raise
-        record = trace(hollow, runs)
+        record = trace(hollow, runs, live)
     for tokens in _TOKEN_LADDER[1:]:
         longer = _first_that_runs(hollow, tokens) if _unseen(record) else []
         longer = [one_row(run) for run in longer] if alone else longer
@@ -95,9 +96,9 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None) -> Trac
         if not longer or not can_run(hollow, longer[0]):
             break
         runs = longer
-        record = trace(hollow, runs)
+        record = trace(hollow, runs, live)
     parts = [run for run in part_runs(hollow, record.called) if can_run(hollow, run)]
-    return trace(hollow, [*runs, *parts]) if parts else record
+    return trace(hollow, [*runs, *parts], live) if parts else record
 
 
 def _first_that_runs(hollow: nn.Module, tokens: int) -> list[Run]:

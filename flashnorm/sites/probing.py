@@ -7,8 +7,9 @@ with known weights, in float64, and its answers are compared with what a norm wo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_map
 from flashnorm.sites.types import EpsilonPlacement, GainConvention, MultiplyOrder
 
 _ROWS = 4
+_CALLS = 3
+# What a module raises at inputs that it does not take.
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, AssertionError)
 _SILU_ONE = 1.2784645427610738  # silu of this is 1, so that a SiLU gate is neutral
 
 
@@ -28,6 +32,7 @@ class NormProbe:
     convention: GainConvention
     weight: str | None  # own parameter name of the gain
     bias: str | None
+    irregular: str | None = None  # why the model's next call of it may do something else
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -49,68 +54,30 @@ def probe(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Nor
     experiment = _Experiment.prepare(module, args, kwargs)
     if experiment is None:
         return None
+    irregular = _irregularity(experiment)
+    experiment.afresh = irregular is not None
     try:
-        return _conclude(experiment)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+        found = _conclude(experiment)
+    except _REFUSALS:
         return None  # it does not accept a norm's inputs, so it is not one
-
-
-class ProbeCache:
-    """Remembers the outcome for modules of the same class, settings, shapes and kind of call.
-
-    A model repeats its norms in every layer; each one is looked at, but equal ones need only one experiment.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, NormProbe | None] = {}
-
-    def probe(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> NormProbe | None:
-        if any(True for _ in module.buffers()) or not all(map(_is_plain, _attributes(module))):
-            return probe(module, args, kwargs)
-        key = f"{_settings(module)} {tree_map(_kind_of_argument, (tuple(args), dict(kwargs)))}"
-        if key not in self._known:
-            self._known[key] = probe(module, args, kwargs)
-        return self._known[key]
-
-
-def _settings(module: nn.Module) -> str:
-    """Everything that distinguishes two modules of a kind, except the values of their parameters."""
-    parts = []
-    for part in module.modules():
-        own = sorted((name, value) for name, value in vars(part).items() if name not in _OF_EVERY_MODULE)
-        shapes = [(name, tuple(p.shape), p.dtype) for name, p in part.named_parameters(recurse=False)]
-        parts.append((type(part).__module__, type(part).__qualname__, own, shapes))
-    return str(parts)
-
-
-# What PyTorch itself keeps on a module; its parameters, buffers and submodules are looked at on their own.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _attributes(module: nn.Module) -> Iterator[Any]:
-    return (value for part in module.modules() for name, value in vars(part).items() if name not in _OF_EVERY_MODULE)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether two values that print alike are alike. A config object or a function may hide a difference."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return isinstance(value, (int, float, str, torch.dtype, torch.device, type(None)))
-
-
-def _kind_of_argument(leaf: Any) -> Any:
-    """Of a tensor only the last dimension and the type matter; of anything else, the value."""
-    return ("tensor", leaf.ndim, leaf.shape[-1:], leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    return found and replace(found, irregular=irregular)
 
 
 class _Experiment:
     """A copy of the module in float64 with settable parameters and inputs."""
 
-    def __init__(self, module: nn.Module, call: Callable[[nn.Module, torch.Tensor, float], Any], width: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[[nn.Module, torch.Tensor, float], torch.Tensor],
+        lead: tuple[int, ...],
+        trailing: tuple[int, ...],
+    ):
         self.module = module
         self.parameters = dict(module.named_parameters(recurse=False))
-        self.width = width
-        self._call = call
+        self.width = width = math.prod(trailing)
+        self.afresh = False  # every call is the first one of a new copy
+        self._call, self._lead, self._trailing = call, lead, trailing
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator)
         self.gain = torch.rand(width, dtype=torch.float64, generator=generator) + 0.5
@@ -125,12 +92,8 @@ class _Experiment:
         trailing = own[0].shape if own else shape[-1:]
         if any(p.shape != trailing for p in own) or shape[len(shape) - len(trailing) :] != trailing:
             return None
-        lead = (1,) * (len(shape) - len(trailing))
 
-        def call(copied: nn.Module, rows: torch.Tensor, gate: float) -> Any:
-            return torch.stack([run(copied, row.view(*lead, *trailing), gate).reshape(-1) for row in rows])
-
-        def run(copied: nn.Module, x: torch.Tensor, gate: float) -> torch.Tensor:
+        def call(copied: nn.Module, x: torch.Tensor, gate: float) -> torch.Tensor:
             first = True
 
             def substitute(leaf: Any) -> Any:
@@ -146,7 +109,8 @@ class _Experiment:
                 raise ValueError("not one tensor of the input's shape")
             return out
 
-        return cls(_bare_copy(module).to("cpu", torch.float64), call, trailing.numel())
+        lead = tuple(shape[: len(shape) - len(trailing)])
+        return cls(_bare_copy(module).to("cpu", torch.float64), call, lead, tuple(trailing))
 
     def run(
         self,
@@ -155,13 +119,33 @@ class _Experiment:
         dtype: torch.dtype = torch.float64,
         gate: float = _SILU_ONE,
     ) -> torch.Tensor:
-        """Outputs (rows, width) for inputs (rows, width), with the named parameters set to the given values."""
+        """Outputs (rows, width) for inputs (rows, width), with the named parameters set to the given values.
+
+        Every row is a call of its own, on one position.
+        """
         self.module.to(dtype)
+        alone = (1,) * len(self._lead)
         with torch.no_grad():
-            for name, value in values.items():
-                parameter = self.parameters[name]
-                parameter.copy_(torch.as_tensor(value, dtype=dtype).expand(self.width).reshape(parameter.shape))
-            return self._call(self.module, x.to(dtype), gate).to(torch.float64)
+            self._set(values)
+            rows = [row.view(*alone, *self._trailing) for row in x.to(dtype, copy=True)]  # a norm may work in place
+            outputs = [self._call(copy.deepcopy(self.module) if self.afresh else self.module, r, gate) for r in rows]
+            return torch.stack([out.reshape(-1) for out in outputs]).to(torch.float64)
+
+    def calls(self, values: Mapping[str, float | torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Inputs (positions, width) at as many positions as the model's own call has, and at least two; outputs
+        of the same shape of several such calls of one copy, the first of which is its very first."""
+        lead = tuple(max(n, 2 if d == len(self._lead) - 1 else 1) for d, n in enumerate(self._lead))
+        x = self.x[torch.arange(math.prod(lead)) % _ROWS]
+        with torch.no_grad():
+            self._set(values)
+            copied = copy.deepcopy(self.module)
+            outputs = [self._call(copied, x.clone().view(*lead, *self._trailing), _SILU_ONE) for _ in range(_CALLS)]
+            return x, [out.reshape(x.shape).clone() for out in outputs]
+
+    def _set(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        for name, value in values.items():
+            parameter = self.parameters[name]
+            parameter.copy_(torch.as_tensor(value, dtype=parameter.dtype).expand(self.width).reshape(parameter.shape))
 
 
 def _bare_copy(module: nn.Module) -> nn.Module:
@@ -171,6 +155,23 @@ def _bare_copy(module: nn.Module) -> nn.Module:
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
     return copied
+
+
+def _irregularity(e: _Experiment) -> str | None:
+    """Why what is found out by single calls on single positions does not hold for every call and every position."""
+    values = dict.fromkeys(e.parameters, e.gain)
+    try:
+        x, outputs = e.calls(values)
+        e.afresh = True
+        alone = e.run(e.x, values)[torch.arange(len(x)) % _ROWS]
+    except _REFUSALS as error:
+        return f"it could not be tried on several positions: {error}"
+    scale = 1e-5 * alone.abs().max()
+    if any((later - outputs[0]).abs().max() > scale for later in outputs[1:]):
+        return "its output changes from call to call for one and the same input"
+    if not (outputs[0] - alone).abs().max() <= scale:
+        return "its output at a position depends on where that is, or on other positions"
+    return None
 
 
 def _conclude(e: _Experiment) -> NormProbe | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from flashnorm.errors import TracingError
 from flashnorm.sites.contractions import PRODUCTS
-from flashnorm.sites.hollow import HollowMode, is_hollow
+from flashnorm.sites.exits import Exits
+from flashnorm.sites.hollow import HollowMode
 from flashnorm.sites.inputs import Run
+from flashnorm.sites.interior import Interior
+from flashnorm.sites.norm_calls import watch
 from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
-from flashnorm.sites.probing import NormProbe, ProbeCache, is_candidate
+from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.shadow import ZERO, Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
 from flashnorm.sites.weights import Ledger, Located, Read, place
@@ -34,6 +36,7 @@ class Trace:
 
     model: nn.Module
     ledger: Ledger
+    live: dict[int, str] = field(default_factory=dict)  # storage of a live model's parameter -> its name
     numbering: Numbering = field(default_factory=Numbering)
     probes: dict[str, NormProbe] = field(default_factory=dict)  # norm module -> what it is
     gain_of: dict[str, str] = field(default_factory=dict)  # norm module -> the first norm module with the same gain
@@ -42,25 +45,33 @@ class Trace:
     operations: list[str] = field(default_factory=list)  # every aten operation, in order
 
     def block(self, codes: torch.Tensor, kind: str, op: str, where: str, detail: str) -> None:
+        """Block every norm whose gain occurs in `codes`."""
         for norm in self.numbering.norms_in(codes):
-            blocker = Blocker(kind, op, where, f"{detail} [{op}, {where}]")
-            if blocker not in self.blockers[norm]:
-                self.blockers[norm].append(blocker)
+            self.block_norm(norm, kind, op, where, detail)
+
+    def block_norm(self, norm: str, kind: str, op: str, where: str, detail: str) -> None:
+        blocker = Blocker(kind, op, where, f"{detail} [{', '.join(filter(None, (op, where)))}]")
+        if blocker not in self.blockers[norm]:
+            self.blockers[norm].append(blocker)
 
 
-def trace(model: nn.Module, runs: Sequence[Run]) -> Trace:
+def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) -> Trace:
     """Make every call of `runs` and report what happened to the gains.
 
-    `model` must be hollow or small; its parameters are not changed. Raises `TracingError` when a run fails.
+    `model` must be hollow or small; its parameters are not changed. `live`: the model of which it is a copy, where
+    there is one; a function that the copy holds may go on using the original's weights. Raises `TracingError` when a
+    run fails.
     """
-    record = Trace(model, Ledger(model))
-    names = {module: name for name, module in model.named_modules()}
+    originals = live.named_parameters() if live is not None else ()
+    record = Trace(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
     mode = _Follower(record)
-    with torch.no_grad(), _hooks(model, names, mode):
+    with torch.no_grad(), watch(model, mode):
         for run in runs:
             try:
                 with mode:
-                    mode.leave_model(model.get_submodule(run.module)(**run.inputs))
+                    with Exits(mode.leaves_torch):
+                        output = model.get_submodule(run.module)(**run.inputs)
+                    mode.leave_model(output)
             except Exception as error:  # model code is third-party code and may raise anything
                 raise TracingError(
                     f"the model could not be run on {', '.join(run.inputs)}: {type(error).__name__}: {error} "
@@ -88,8 +99,7 @@ class _Follower(HollowMode):
         self.shadows = Shadows()
         self.path: list[str] = []
         self.number_read = False
-        self.inside_norm = 0
-        self.norms: dict[nn.Module, str] = {}
+        self.interior = Interior(record.model, lambda norm, op, detail: self.irregular(norm, detail, op))
 
     # --- what the rules ask for -------------------------------------------------------------------------------------
 
@@ -111,21 +121,35 @@ class _Follower(HollowMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = self.call(func, args, kwargs)
-        if not self.inside_norm:
-            self.record.operations.append(str(func))
-            with torch.no_grad():
-                self._follow(func, args, kwargs, result)
-        return result
+        with torch._C.DisableTorchFunction():  # what is done here is no act of the model
+            return self._execute(func, args, kwargs or {})
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.call(func, args, kwargs)
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
         base = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
+        with torch.no_grad():
+            if self.interior.norm is not None:
+                self._follow_inside(base, tensors, result)
+            else:
+                self.record.operations.append(str(func))
+                self._follow(func, base, args, kwargs, tensors, result)
+        return result
+
+    def _follow(
+        self,
+        func: Any,
+        base: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        result: Any,
+    ) -> None:
+        self.interior.read(base, tensors)
         if base == "_local_scalar_dense":
             self._note_number(tensors[0], result)
-        if base != "lift_fresh" and _is_view(tensors, result, func):
+        if base == "set" or (base != "lift_fresh" and _is_view(tensors, result, func)):
             return
         carrying = self._carrying(tensors, base)
         self._account_for_weights(base, args, tensors, result)
@@ -145,6 +169,8 @@ class _Follower(HollowMode):
             for tensor in carrying:
                 self.record.block(self._codes(tensor), blocked.kind, base, self.where(), str(blocked))
             self._use_operands(base, args)
+            codes = None
+        except Conflict:  # bits read as another dtype: blocked where the operands were looked at
             codes = None
         self._write(result, codes)
 
@@ -177,7 +203,8 @@ class _Follower(HollowMode):
         for position, tensor in enumerate(results(result)):
             part = parts[position] if position < len(parts) else None
             plain = torch.zeros((), dtype=torch.int32).expand(tensor.shape)
-            self.shadows.put(tensor, plain if part is None else part)
+            with suppress(Conflict):
+                self.shadows.put(tensor, plain if part is None else part)
 
     def _account_for_weights(self, base: str, args: tuple[Any, ...], tensors: list[torch.Tensor], result: Any) -> None:
         """Record uses of parameters other than in products, and follow their copies."""
@@ -185,6 +212,9 @@ class _Follower(HollowMode):
         for position, tensor in enumerate(tensors):
             located = ledger.locate(tensor)
             if located is None:
+                original = self.record.live.get(tensor.untyped_storage()._cdata)
+                if original in ledger.usage:
+                    ledger.use(original, base, self.where())
                 continue
             copied = _copy_of(base, args, tensor, located, result)
             if copied is not None:
@@ -201,24 +231,61 @@ class _Follower(HollowMode):
             if located is not None and base in PRODUCTS and position != PRODUCTS[base]:
                 self.record.ledger.use(located.name, base, self.where())
 
+    def leaves_torch(self, op: str, tensor: torch.Tensor) -> None:
+        """The values of a tensor are taken out of PyTorch; where they come back, nothing tells."""
+        detail = f"its values are taken out of PyTorch by {op}"
+        if tensor.layout is not torch.strided:
+            return
+        norm = self.interior.norm
+        if norm is not None and self.interior.carries(tensor):
+            self.record.block_norm(self._site(norm), "leaves-torch", op, self.where(), detail)
+        elif (located := self.locate(tensor)) is not None and op not in _LOOK_ONLY:
+            self.record.ledger.use(located.name, op, self.where())
+        for carrying in self._carrying([tensor], op):
+            self.record.block(self._codes(carrying), "leaves-torch", op, self.where(), detail)
+
     # --- norms ---------------------------------------------------------------------------------------------------
 
-    def enter_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.inside_norm:
-            for tensor in tree_flatten((args, kwargs))[0]:
-                if isinstance(tensor, torch.Tensor) and tagged(self.shadows.get(tensor)):
-                    detail = "it is read by another norm, which is not linear"
-                    self.record.block(self._codes(tensor), "non-linear", "norm", self.where(), detail)
-        self.inside_norm += 1
+    def enter_module(self, name: str) -> None:
+        self.path.append(name)
+        self.record.called.add(name)
 
-    def leave_norm(self, name: str, output: torch.Tensor) -> None:
-        self.inside_norm -= 1
-        own = self.record.probes[name].weight
-        if self.inside_norm or own is None:
+    def leave_module(self) -> None:
+        self.path.pop()
+
+    def enter_norm(self, norm: str, inputs: Any) -> None:
+        if self.interior.norm is None:
+            self._read_by_norm("norm", [t for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor)])
+        self.interior.enter(norm)
+
+    def _read_by_norm(self, op: str, tensors: list[torch.Tensor]) -> None:
+        for tensor in self._carrying(tensors, op):
+            detail = "it is read by another norm, which is not linear"
+            self.record.block(self._codes(tensor), "non-linear", op, self.where(), detail)
+
+    def _follow_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
+        for name in self.interior.follow(base, tensors, results(result)):
+            if name in self.record.ledger.usage:
+                self.record.ledger.use(name, base, self.where())
+
+    def leave_norm(self, norm: str, output: Any) -> None:
+        self.interior.leave(output)
+        own = self.record.probes[norm].weight
+        if self.interior.norm is not None or own is None:
             return
-        weight = self.record.model.get_submodule(name).get_parameter(own)
-        codes = self.record.numbering.codes(self.record.gain_of[name], weight.numel())
+        weight = self.record.model.get_submodule(norm).get_parameter(own)
+        if not isinstance(output, torch.Tensor) or output.shape[output.ndim - weight.ndim :] != weight.shape:
+            self.irregular(norm, "it does not return one tensor of its input's shape")
+            return
+        codes = self.record.numbering.codes(self._site(norm), weight.numel())
         self.shadows.put(output, codes.view(weight.shape).expand(output.shape))
+
+    def irregular(self, norm: str, detail: str, op: str = "") -> None:
+        """A norm that is more than a norm, so that what was found out about it does not hold for every call."""
+        self.record.block_norm(self._site(norm), "irregular", op, self.where(), detail)
+
+    def _site(self, norm: str) -> str:
+        return self.record.gain_of[norm]
 
     def found_norm(self, name: str, found: NormProbe) -> None:
         """Norms that share one gain parameter are one site, named after the first."""
@@ -250,6 +317,8 @@ class _Follower(HollowMode):
         return f"{module}, {line}" if line else module
 
 
+# What is also done with weights only to compare where they lie.
+_LOOK_ONLY = {"data_ptr", "untyped_storage"}
 # Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
 _ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill", "lift_fresh", "scalar_tensor", "full"}
 # The same for single numbers, so that a literal zero is still known after a cast.
@@ -299,44 +368,3 @@ def _model_line(failed: TracebackType | None) -> str:
         if not frame.f_code.co_filename.startswith(others):
             return f"{Path(frame.f_code.co_filename).name}:{line}"
     return ""
-
-
-@contextmanager
-def _hooks(model: nn.Module, names: dict[nn.Module, str], mode: _Follower) -> Iterator[None]:
-    """Keep track of the running module, and recognise norms when they are first called."""
-    known: dict[nn.Module, bool] = {}
-    cache = ProbeCache()
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        name = names[module]
-        mode.path.append(name)
-        mode.record.called.add(name)
-        if module not in known:
-            known[module] = False
-            if is_candidate(module) and name:
-                with _disable_current_modes(), torch.no_grad():
-                    found = cache.probe(module, *_real((args, kwargs)))
-                if found is not None:
-                    known[module] = True
-                    mode.found_norm(name, found)
-        if known[module]:
-            mode.enter_norm(args, kwargs)
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        mode.path.pop()
-        if known[module]:
-            mode.leave_norm(names[module], output)
-
-    handles = []
-    for module in names:
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _real(value: Any) -> Any:
-    return tree_map(lambda leaf: torch.zeros(leaf.shape) if is_hollow(leaf) else leaf, value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashnorm.sites.probing import ProbeCache, is_candidate, probe
+from flashnorm.sites.probing import is_candidate, probe
 
 WIDTH = 24
 
@@ -187,51 +187,64 @@ def test_the_module_itself_is_not_changed():
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_the_cache_tells_layers_with_different_settings_apart():
-    cache = ProbeCache()
-    call = ((torch.randn(2, WIDTH),), {})
-    assert cache.probe(Norm(eps=1e-5), *call).convention.eps == pytest.approx(1e-5, rel=1e-3)
-    assert cache.probe(Norm(eps=1e-3), *call).convention.eps == pytest.approx(1e-3, rel=1e-3)
+class Irregular(Norm):
+    """A norm whose gain is another one depending on `plus(module, x)`, which is added to it."""
 
-
-class Private(nn.Module):
-    """A norm whose offset hides where a cache might not look."""
-
-    def __init__(self, **settings):
+    def __init__(self, plus):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-        vars(self).update(settings)
-
-    def offset(self):
-        held = vars(self)
-        return held.get("_plus", 0.0) + held.get("pair", (0.0, 0.0))[1] + getattr(held.get("config"), "plus", 0.0)
+        self.plus, self.count = plus, 0
+        self.register_buffer("positions", torch.linspace(0, 1, 100)[:, None])
 
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (self.offset() + self.weight)
+        self.count += 1
+        return super().forward(x) * (1 + self.plus(self, x)) if x.ndim else x
 
 
-class Config:
-    def __init__(self, plus):
-        self.plus = plus
-
-    def __repr__(self):
-        return "Config"
-
-
-@pytest.mark.parametrize(
-    "settings", [lambda v: {"_plus": v}, lambda v: {"pair": (1, v)}, lambda v: {"config": Config(v)}]
-)
-def test_the_cache_tells_settings_apart_wherever_they_are_kept(settings):
-    cache, call = ProbeCache(), ((torch.randn(2, WIDTH),), {})
-    assert [cache.probe(Private(**settings(value)), *call).convention.offset for value in (0.0, 1.0)] == [0.0, 1.0]
+IRREGULAR = {
+    "alternates": (lambda norm, x: norm.count % 2, "call to call"),
+    "first call": (lambda norm, x: norm.count == 1, "call to call"),
+    "by position": (lambda norm, x: norm.positions[: x.shape[-2]], "position"),
+    "by length": (lambda norm, x: x.shape[-2] > 1, "position"),
+    "over positions": (lambda norm, x: x.var(-2, keepdim=True, correction=0), "position"),
+}
 
 
-def test_the_cache_runs_one_experiment_for_equal_norms(monkeypatch):
-    from flashnorm.sites import probing
+@pytest.mark.parametrize(("plus", "reason"), IRREGULAR.values(), ids=IRREGULAR)
+def test_a_norm_that_does_not_always_do_the_same_says_so(plus, reason):
+    result = found(Irregular(plus))
+    assert result.weight == "weight"
+    assert reason in result.irregular
 
-    runs = []
-    monkeypatch.setattr(probing, "probe", lambda module, *_: runs.append(module))
-    cache = ProbeCache()
-    for module in (Norm(), Norm(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)):
-        cache.probe(module, (torch.randn(2, WIDTH),), {})
-    assert len(runs) == 2
+
+def test_a_module_that_draws_random_numbers_is_no_norm():
+    assert found(Irregular(lambda norm, x: torch.rand(()))) is None
+
+
+def test_one_that_does_only_counts_is_regular():
+    assert found(Irregular(lambda norm, x: 0)).irregular is None
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (2, 3, WIDTH), (0, 3, WIDTH), (2, 1, WIDTH)])
+def test_norms_are_regular_for_calls_of_every_shape(shape):
+    for module in (Norm(), Norm(group=8), Norm(mean=True, bias=True), nn.LayerNorm(WIDTH)):
+        assert probe(module, (torch.randn(shape),), {}).irregular is None
+
+
+def test_a_norm_that_takes_one_position_only_says_so():
+    class Single(Norm):
+        def forward(self, x):
+            assert x.shape[:-1].numel() == 1
+            return super().forward(x)
+
+    assert "could not be tried" in found(Single()).irregular
+
+
+def test_a_norm_that_works_in_place_is_found():
+    class InPlace(nn.RMSNorm):
+        def forward(self, x):
+            x.mul_(torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).mul_(self.weight)
+            return x
+
+    result = found(InPlace(WIDTH))
+    assert result.irregular is None
+    assert result.convention.eps == pytest.approx(1e-6, rel=1e-3)
