@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,11 +19,20 @@ app = typer.Typer(no_args_is_help=True, help="Measure on this machine, against b
 
 @app.command("op")
 def op(
-    output: Path | None = typer.Option(None, "--record", help="Write the record, with every sample, to this file."),
-    compiled: bool = typer.Option(True, "--compiled/--no-compiled", help="Include torch.compile, minutes of tuning."),
-    gated: bool = typer.Option(False, "--gated", help="Measure the norm, gate and up projections and SwiGLU instead."),
-    commit: str | None = typer.Option(None, "--commit", help="The commit to name in the record, where git cannot say."),
-    as_json: bool = typer.Option(False, "--json", help="Print the record instead of the table."),
+    output: Annotated[
+        Path | None, typer.Option("--record", help="Write the record, with every sample, to this file.")
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled/--no-compiled", help="Include torch.compile, minutes of tuning.")
+    ] = True,
+    gated: Annotated[
+        bool, typer.Option("--gated", help="Measure the norm, gate and up projections and SwiGLU instead.")
+    ] = False,
+    commit: Annotated[
+        str | None, typer.Option("--commit", help="The commit to name in the record, where git cannot say.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Time the deferred norm against every norm-then-linear that is installed."""
     import torch
@@ -41,16 +51,15 @@ def op(
     rows: list[Row] = []
     for row in measure(ceilings, device, gated_shapes() if gated else linear_shapes(), compiled=compiled):
         rows.append(row)
-        typer.echo(f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us", err=True)
+        if not quiet:
+            say("bench op", f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us")
         if output is not None:  # after every row: a run takes minutes, and what was measured should outlive it
             write(op_record(rows, ceilings, source), output)
     record = op_record(rows, ceilings, source)
     if as_json:
-        typer.echo(json.dumps(record, indent=1))
+        print_json(record)
         return
-    from rich.console import Console
-
-    Console(width=160).print(_table(rows))
+    console().print(_table(rows))
     summary = summarise(rows)
     typer.echo(
         f"{torch.cuda.get_device_name(device)}: faster than the best baseline, beyond the spread, in {summary.won} of "

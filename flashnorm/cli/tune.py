@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flashnorm.cli.options import AsJson, Quiet, counted, print_json, say
 
 if TYPE_CHECKING:
     from flashnorm.kernels.tuning import Tuned
 
 
 def command(
-    output: Path | None = typer.Argument(
-        None, help="Where to write the table. Default: this machine's own, which every later call uses."
-    ),
-    shapes: list[str] = typer.Option([], "--shape", help="K,N of a weight; may be repeated."),
-    gated: list[str] = typer.Option(
-        [], "--gated", help="K,N of gate and up projections to N outputs; may be repeated."
-    ),
-    rows: str = typer.Option("1,16,64,256,1024,4096", "--rows", help="The numbers of rows to tune for."),
-    as_json: bool = typer.Option(False, "--json", help="Print the found configurations as well."),
+    output: Annotated[
+        Path | None,
+        typer.Argument(help="Where to write the table. Default: this machine's own, which every later call uses."),
+    ] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shape", help="K,N of a weight; may be repeated.")] = None,
+    gated: Annotated[
+        list[str] | None, typer.Option("--gated", help="K,N of gate and up projections to N outputs; may be repeated.")
+    ] = None,
+    rows: Annotated[str, typer.Option("--rows", help="The numbers of rows to tune for.")] = "1,16,64,256,1024,4096",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Find the fastest right configuration of the deferred norm for each weight shape on this GPU.
 
     The table is written after every shape, and shapes that it has from before are kept.
     """
-    wanted = [(_numbers(shape, 2), None) for shape in shapes] + [(_numbers(shape, 2), "silu") for shape in gated]
+    wanted: list[tuple[tuple[int, ...], str | None]] = [(_numbers(shape, 2), None) for shape in shapes or ()]
+    wanted += [(_numbers(shape, 2), "silu") for shape in gated or ()]
     counts = _numbers(rows, None)
     if not wanted:
         raise typer.BadParameter("give at least one --shape or --gated")
@@ -52,12 +56,14 @@ def command(
     entries: list[dict[str, object]] = []
     problems = [Shape(m, k, n, activation) for (k, n), activation in wanted for m in counts]
     for tuned in tune(problems, device):
-        _report(tuned)
+        if not quiet:
+            _report(tuned)
         entries.append(_entry(tuned))
         write(path, entries[-1:], about)
-    typer.echo(f"{len(entries)} configurations are in {path}", err=True)
     if as_json:
-        typer.echo(json.dumps({**about, "out": str(path), "entries": entries}, indent=1))
+        print_json({**about, "out": str(path), "entries": entries})
+        return
+    typer.echo(f"{counted(len(entries), 'configuration')} written to {path}")
 
 
 def _numbers(text: str, count: int | None) -> tuple[int, ...]:
@@ -71,13 +77,13 @@ def _numbers(text: str, count: int | None) -> tuple[int, ...]:
 
 def _report(tuned: Tuned) -> None:
     shape = tuned.shape
-    typer.echo(
+    say(
+        "tune",
         f"M={shape.m} K={shape.k} N={shape.n}{' gated' if shape.activation else ''}: {tuned.microseconds:.2f} us, "
         f"{tuned.config}, {len(tuned.dropped)} of {tuned.tried} dropped",
-        err=True,
     )
     for config, why in tuned.dropped.items():
-        typer.echo(f"  dropped {config}: {why}", err=True)
+        say("tune", f"dropped {config}: {why}")
 
 
 def _entry(tuned: Tuned) -> dict[str, object]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
 
 import flashnorm.sites.audit
 from flashnorm import errors
+from flashnorm.cli import options
 from flashnorm.cli.main import app, main
 from flashnorm.cli.options import Dtype
 from flashnorm.version import __version__
@@ -94,3 +96,23 @@ def test_shared_options_are_called_alike_everywhere(name: str) -> None:
     assert all(p.help for p in options.values() if p.param_type_name == "option")
     dtype = get_type_hints(_commands()[name].callback).get("dtype", Dtype)
     assert Dtype in (dtype, *get_args(dtype))
+
+
+def _leaves(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with its whole name."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _leaves(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+@pytest.mark.parametrize(
+    ("option", "shared"), [("--json", options.AsJson), ("--quiet", options.Quiet)], ids=["json", "quiet"]
+)
+def test_shared_options_mean_the_same_in_every_command(option: str, shared: Any) -> None:
+    said = shared.__metadata__[0].help
+    commands = dict(_leaves(typer.main.get_command(app)))
+    assert {"fold", "tune", "bench op"} <= set(commands)
+    for name, command in commands.items():
+        assert [p.help for p in command.params if option in p.opts] == [said], name
