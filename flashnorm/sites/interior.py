@@ -6,7 +6,7 @@ on its copy has shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_flatten
 class Interior:
     """Watches the operations inside the norm that runs, if one does."""
 
-    def __init__(self, model: nn.Module, block: Callable[[str, str, str], None]) -> None:
-        """`block(norm, operation, sentence)` says what a norm does beside being one."""
+    def __init__(self, model: nn.Module, live: Mapping[int, str], block: Callable[[str, str, str], None]) -> None:
+        """`live`: as in `Trace`; `block(norm, operation, sentence)` says what a norm does beside being one."""
         self._model, self._block = model, block
-        self._stored: dict[int, str] = {}  # storage -> the parameter or buffer that lies in it
+        self._stored = dict(live)  # storage -> the parameter or buffer that lies in it
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             if tensor.is_floating_point():
                 self._stored[_key(tensor)] = name
         self._running: list[str] = []
+        self._inputs: set[int] = set()  # storages of what the running norm was called with
         self._own: set[int] = set()  # storages of the running norm's parameters and buffers
         self._made: dict[int, StorageWeakRef] = {}  # what the running norm has computed from them
         self._left: dict[int, tuple[StorageWeakRef, str]] = {}  # what lives on when its norm has returned, and the norm
@@ -34,10 +35,11 @@ class Interior:
         """The norm that runs; the outermost one, where one calls another."""
         return self._running[0] if self._running else None
 
-    def enter(self, norm: str) -> None:
+    def enter(self, norm: str, inputs: Iterable[torch.Tensor]) -> None:
         self._running.append(norm)
         if len(self._running) > 1:
             return
+        self._inputs = {_key(tensor) for tensor in inputs}
         module = self._model.get_submodule(norm)
         self._own = {_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for name, parameter in module.named_parameters():
@@ -84,6 +86,10 @@ class Interior:
                 del self._left[_key(tensor)]
             else:
                 self._block(norm, op, "a value that it computes from its gain and keeps is used outside of it")
+
+    def hidden(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that lie neither in an argument of the running norm nor in its own weights."""
+        return [tensor for tensor in tensors if _key(tensor) not in self._inputs | self._own]
 
     def carries(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the running norm's own weight or was computed from it."""

@@ -58,6 +58,8 @@ def probe(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Nor
     experiment.afresh = irregular is not None
     try:
         found = _conclude(experiment)
+        if found is not None and irregular is None:
+            irregular = _buffer_in_gain(experiment, found)
     except _REFUSALS:
         return None  # it does not accept a norm's inputs, so it is not one
     return found and replace(found, irregular=irregular)
@@ -171,6 +173,19 @@ def _irregularity(e: _Experiment) -> str | None:
         return "its output changes from call to call for one and the same input"
     if not (outputs[0] - alone).abs().max() <= scale:
         return "its output at a position depends on where that is, or on other positions"
+    return None
+
+
+def _buffer_in_gain(e: _Experiment, found: NormProbe) -> str | None:
+    """The offset must not come from a buffer that a checkpoint holds: there it may have another value."""
+    for name, buffer in e.module.state_dict().items():
+        if found.weight is None or name in e.parameters or not buffer.is_floating_point():
+            continue
+        before = buffer.clone()
+        buffer.mul_(1.5).add_(0.25)  # the module's own memory
+        if _find_roles(e) != (found.weight, found.bias, found.convention.offset):
+            return f"its gain also depends on the buffer {name}"
+        buffer.copy_(before)
     return None
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from traceback import walk_stack, walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +19,13 @@ from flashnorm.sites.exits import Exits
 from flashnorm.sites.hollow import HollowMode
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.interior import Interior
+from flashnorm.sites.location import model_line
 from flashnorm.sites.norm_calls import watch
 from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.shadow import ZERO, Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
-from flashnorm.sites.weights import Ledger, Located, Read, place
+from flashnorm.sites.weights import Ledger, Located, Read, copy_of, place
 
 
 @dataclass
@@ -99,7 +97,7 @@ class _Follower(HollowMode):
         self.shadows = Shadows()
         self.path: list[str] = []
         self.number_read = False
-        self.interior = Interior(record.model, lambda norm, op, detail: self.irregular(norm, detail, op))
+        self.interior = Interior(record.model, record.live, lambda norm, op, why: self.irregular(norm, why, op))
 
     # --- what the rules ask for -------------------------------------------------------------------------------------
 
@@ -130,6 +128,7 @@ class _Follower(HollowMode):
         name = func.overloadpacket.__name__
         base = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
         with torch.no_grad():
+            self._note_number(tensors, result)
             if self.interior.norm is not None:
                 self._follow_inside(base, tensors, result)
             else:
@@ -147,8 +146,6 @@ class _Follower(HollowMode):
         result: Any,
     ) -> None:
         self.interior.read(base, tensors)
-        if base == "_local_scalar_dense":
-            self._note_number(tensors[0], result)
         if base == "set" or (base != "lift_fresh" and _is_view(tensors, result, func)):
             return
         carrying = self._carrying(tensors, base)
@@ -174,14 +171,17 @@ class _Follower(HollowMode):
             codes = None
         self._write(result, codes)
 
-    def _note_number(self, tensor: torch.Tensor, value: Any) -> None:
+    def _note_number(self, tensors: list[torch.Tensor], value: Any) -> None:
         """A float zero that was read off a tensor can come back as an argument, where nothing tells it from a literal.
 
         Not so for integers: they are counts and indices, which do not multiply a norm's output.
         """
         if isinstance(value, float) and value == 0.0:
-            shadow = self.shadows.get(tensor)
-            self.number_read |= shadow is None or bool((shadow != ZERO).any())
+            with suppress(Conflict):
+                known = [self.shadows.get(tensor) for tensor in tensors]
+                if all(codes is not None and bool((codes == ZERO).all()) for codes in known):
+                    return
+            self.number_read = True
 
     def _carrying(self, tensors: list[torch.Tensor], base: str) -> list[torch.Tensor]:
         carrying = []
@@ -216,7 +216,7 @@ class _Follower(HollowMode):
                 if original in ledger.usage:
                     ledger.use(original, base, self.where())
                 continue
-            copied = _copy_of(base, args, tensor, located, result)
+            copied = copy_of(base, args, tensor, located, result)
             if copied is not None:
                 ledger.remember_copy(result, copied)
             elif base in PRODUCTS and position == PRODUCTS[base]:
@@ -254,9 +254,10 @@ class _Follower(HollowMode):
         self.path.pop()
 
     def enter_norm(self, norm: str, inputs: Any) -> None:
+        tensors = [t for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor)]
         if self.interior.norm is None:
-            self._read_by_norm("norm", [t for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor)])
-        self.interior.enter(norm)
+            self._read_by_norm("norm", tensors)
+        self.interior.enter(norm, tensors)
 
     def _read_by_norm(self, op: str, tensors: list[torch.Tensor]) -> None:
         for tensor in self._carrying(tensors, op):
@@ -264,6 +265,10 @@ class _Follower(HollowMode):
             self.record.block(self._codes(tensor), "non-linear", op, self.where(), detail)
 
     def _follow_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
+        self._read_by_norm(base, self.interior.hidden(tensors))
+        if isinstance(result, (bool, int, float)):
+            for tensor in tensors:
+                self.leaves_torch(base, tensor)
         for name in self.interior.follow(base, tensors, results(result)):
             if name in self.record.ledger.usage:
                 self.record.ledger.use(name, base, self.where())
@@ -313,7 +318,7 @@ class _Follower(HollowMode):
     def where(self, failed: TracebackType | None = None) -> str:
         """The module that is running, and the line of model code; where an error came from, by its traceback."""
         module = (self.path and self.path[-1]) or "the model"
-        line = _model_line(failed)
+        line = model_line(failed)
         return f"{module}, {line}" if line else module
 
 
@@ -340,31 +345,3 @@ def _is_view(tensors: list[torch.Tensor], result: Any, func: Any) -> bool:
         return False
     key = out.untyped_storage()._cdata
     return any(t.untyped_storage()._cdata == key for t in tensors)
-
-
-def _copy_of(base: str, args: tuple[Any, ...], tensor: torch.Tensor, located: Located, result: Any) -> Located | None:
-    """If `result` is a rearranged copy of a parameter: where its dimensions lie in it."""
-    if not isinstance(result, torch.Tensor) or tensor is not args[0]:
-        return None
-    if base in ("clone", "_to_copy", "contiguous") and result.shape == tensor.shape:
-        return located
-    if base == "index_select":
-        dim = args[1] % tensor.ndim
-        return Located(located.name, tuple(None if d == dim else a for d, a in enumerate(located.axes)))
-    if base == "index":
-        used = [(d, i) for d, i in enumerate(args[1]) if i is not None]
-        if len(used) == 1 and used[0][1].dtype != torch.bool:
-            dim, index = used[0]
-            axes = (*located.axes[:dim], *([None] * index.ndim), *located.axes[dim + 1 :])
-            return Located(located.name, axes)
-    return None
-
-
-def _model_line(failed: TracebackType | None) -> str:
-    """The innermost line that is neither ours nor torch's, of the running code or of a traceback."""
-    lines = reversed([*walk_tb(failed)]) if failed is not None else walk_stack(sys._getframe(1))
-    others = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
-    for frame, line in lines:
-        if not frame.f_code.co_filename.startswith(others):
-            return f"{Path(frame.f_code.co_filename).name}:{line}"
-    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -147,6 +148,24 @@ class Ledger:
     def canonical(self, name: str) -> str:
         """The name under which the ledger knows a parameter that has several."""
         return self._canonical[name]
+
+
+def copy_of(base: str, args: tuple[Any, ...], tensor: torch.Tensor, located: Located, result: Any) -> Located | None:
+    """If `result` is a rearranged copy of a parameter: where its dimensions lie in it."""
+    if not isinstance(result, torch.Tensor) or tensor is not args[0]:
+        return None
+    if base in ("clone", "_to_copy", "contiguous") and result.shape == tensor.shape:
+        return located
+    if base == "index_select":
+        dim = args[1] % tensor.ndim
+        return Located(located.name, tuple(None if d == dim else a for d, a in enumerate(located.axes)))
+    if base == "index":
+        used = [(d, i) for d, i in enumerate(args[1]) if i is not None]
+        if len(used) == 1 and used[0][1].dtype != torch.bool:
+            dim, index = used[0]
+            axes = (*located.axes[:dim], *([None] * index.ndim), *located.axes[dim + 1 :])
+            return Located(located.name, axes)
+    return None
 
 
 def _compose(original: Located, walk: tuple[int, int, int] | None) -> tuple[int, int, int] | None:

@@ -76,6 +76,26 @@ def test_a_foreign_weight_blocks_as_an_argument_too():
     assert reasons(Passing(Scaled())).keys() == {"norm", "sibling"}
 
 
+def test_a_gain_that_reaches_a_norm_out_of_sight_is_seen():
+    """The sibling's output gets into the norm without being an argument of it."""
+
+    class Hidden(Model):
+        def forward(self, x):
+            self.seen = self.sibling(x)
+            return self.linear(self.norm(x)) + self.other(self.seen)
+
+    def reads(norm, x, out):
+        seen = getattr(norm.around[0], "seen", None)
+        return out if seen is None or seen.shape != x.shape else out + 0.0 * seen.relu()
+
+    assert "it is read by another norm" in reasons(Hidden(Norm(reads)))["sibling"]
+
+
+def test_a_norm_that_branches_on_its_gain_blocks():
+    model = Model(Norm(lambda norm, x, out: -out if bool((norm.weight * 1.0 > 2.0).all()) else out))
+    assert "its values are taken out of PyTorch by _local_scalar_dense" in reasons(model)["norm"]
+
+
 def test_another_weight_is_not_folded_into_where_a_norm_uses_it():
     """The reader `linear.weight` is also used inside of a norm, where no product of the trace sees it."""
     model = Model(Norm(lambda norm, x, out: out + 0.0 * norm.around[0].other.weight[0]))

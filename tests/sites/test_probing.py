@@ -248,3 +248,19 @@ def test_a_norm_that_works_in_place_is_found():
     result = found(InPlace(WIDTH))
     assert result.irregular is None
     assert result.convention.eps == pytest.approx(1e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("persistent", "used"), [(True, True), (True, False), (False, True)])
+def test_an_offset_that_a_checkpoint_may_change_is_no_convention(persistent, used):
+    class Buffered(Norm):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("plus", torch.ones(()), persistent=persistent)
+
+        def forward(self, x):
+            core = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return core * (self.weight + self.plus) if used else core * self.weight
+
+    result = found(Buffered())
+    assert result.convention.offset == float(used)
+    assert (result.irregular == "its gain also depends on the buffer plus") == (persistent and used)
