@@ -6,7 +6,7 @@ on its copy has shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ class Interior:
                 self._stored[_key(tensor)] = name
         self._running: list[str] = []
         self._inputs: set[int] = set()  # storages of what the running norm was called with
+        self._normalised: int | None = None  # and of what it normalises, which may be a parameter: learnt queries, say
         self._own: set[int] = set()  # storages of the running norm's parameters and buffers
         self._made: dict[int, StorageWeakRef] = {}  # what the running norm has computed from them
         self._left: dict[int, tuple[StorageWeakRef, str]] = {}  # what lives on when its norm has returned, and the norm
@@ -35,11 +36,12 @@ class Interior:
         """The norm that runs; the outermost one, where one calls another."""
         return self._running[0] if self._running else None
 
-    def enter(self, norm: str, inputs: Iterable[torch.Tensor]) -> None:
+    def enter(self, norm: str, inputs: Sequence[torch.Tensor]) -> None:
         self._running.append(norm)
         if len(self._running) > 1:
             return
         self._inputs = {_key(tensor) for tensor in inputs}
+        self._normalised = next((_key(tensor) for tensor in inputs if tensor.is_floating_point()), None)
         module = self._model.get_submodule(norm)
         self._own = {_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for name, parameter in module.named_parameters():
@@ -66,7 +68,8 @@ class Interior:
             name = self._stored.get(_key(tensor))
             if name is not None and _key(tensor) not in self._own:
                 foreign.append(name)
-                self._block(self._running[0], op, f"it also applies {name}, which is not its own")
+                if _key(tensor) != self._normalised:
+                    self._block(self._running[0], op, f"it also applies {name}, which is not its own")
         self.read(op, tensors)
         if any(_key(tensor) in self._made or _key(tensor) in self._own for tensor in tensors):
             self._made |= {

@@ -76,6 +76,18 @@ def test_a_foreign_weight_blocks_as_an_argument_too():
     assert reasons(Passing(Scaled())).keys() == {"norm", "sibling"}
 
 
+def test_a_norm_may_normalise_a_parameter():
+    """Learnt queries, for one. Where they are a reader as well, that reader has another use."""
+
+    class Queries(Model):
+        def forward(self, x):
+            return self.linear(self.norm(self.other.weight)) + self.other(self.sibling(x)).mean()
+
+    skipped = reasons(Queries(Norm()))
+    assert "norm" not in skipped
+    assert "other.weight is also used by" in skipped["sibling"]
+
+
 def test_a_gain_that_reaches_a_norm_out_of_sight_is_seen():
     """The sibling's output gets into the norm without being an argument of it."""
 
