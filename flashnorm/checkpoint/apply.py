@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from flashnorm.checkpoint.changes import Addition, Changes
 from flashnorm.checkpoint.engine import transform
-from flashnorm.checkpoint.foreign import other_weights
 from flashnorm.checkpoint.gains import SIDECAR, sidecar
 from flashnorm.checkpoint.manifest import MANIFEST, FileRecord, Manifest, manifest_bytes
 from flashnorm.checkpoint.plan import FoldPlan, changed
@@ -39,9 +37,6 @@ def apply_plan(
         raise CheckpointError(
             f"{source.folder} has a {taken[0]}: it is folded already; use it, or `flashnorm unfold` it"
         )
-    if not quiet:
-        for name in other_weights(source.files):
-            print(f"note: {name} holds weights in another format; it is copied as it is, not folded", file=sys.stderr)
     additions = {
         name: Addition(source.tensors[origin].shard, source.tensors[origin]) for name, origin in plan.additions.items()
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from flashnorm.checkpoint.apply import apply_plan
 from flashnorm.checkpoint.manifest import Manifest, is_folded, read_manifest
 from flashnorm.checkpoint.plan import FoldPlan
 from flashnorm.checkpoint.readahead import reading_ahead
+from flashnorm.checkpoint.remarks import left_alone
 from flashnorm.checkpoint.source import open_source
 from flashnorm.checkpoint.staging import check_output
 from flashnorm.errors import Refusal
@@ -47,6 +49,9 @@ def fold_checkpoint(
         plan = make_plan(source, strict=strict, untie=untie, trust_remote_code=trust_remote_code)
     if not plan.sites:
         raise Refusal(f"nothing in {source.folder} can be folded: {_first_reason(plan)}; see `flashnorm audit`")
+    if not quiet:
+        for note in left_alone(source.files, source.config, trust_remote_code):
+            print(f"note: {note}", file=sys.stderr)
     apply_plan(source, plan, dst, quiet=quiet)
     grown = sum(source.tensors[origin].nbytes for origin in plan.additions.values())
     return FoldReport([site.norm for site in plan.sites], dict(plan.skipped), grown_bytes=grown)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.conversion import placements, stored_name
 from flashnorm.checkpoint.missing import refuse_missing
+from flashnorm.checkpoint.outside import with_outside_readers
 from flashnorm.checkpoint.plan import STRICT_MARK, FoldPlan, changed
 from flashnorm.checkpoint.planner import plan_fold
 from flashnorm.checkpoint.source import Source
@@ -39,7 +40,7 @@ def make_plan(
     record = trace_fully(model)
     if untie:
         _refuse_another_function(source, record, apart)
-    report = report_of(model, record)
+    report = with_outside_readers(source, model, report_of(model, record), placed, untie=untie)
     if strict:
         changes |= STRICT_MARK
     return plan_fold(source, report, placed, strict=strict, untied=untie, additions=additions, config_changes=changes)

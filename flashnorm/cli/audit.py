@@ -34,7 +34,7 @@ def command(
     from flashnorm.sites.render import audit_table, summary_line, to_dict
 
     report = audit(folder, untie=untie, trust_remote_code=trust_remote_code)
-    notes = remarks(folder)
+    notes = remarks(folder, trust_remote_code)
     if as_json:
         print_json({**to_dict(report), "notes": list(notes)})
         return

@@ -191,15 +191,6 @@ def test_progress_on_stderr_and_nothing_on_stdout(tmp_path, capsys):
     assert printed.err.endswith("0 s left\n")
 
 
-def test_weights_in_another_format_are_said_to_stay_as_they_are(tmp_path, capsys):
-    folder = write_checkpoint(tmp_path / "source")
-    (folder / "pytorch_model.bin").write_bytes(b"the same model")
-    source = open_source(folder)
-    apply_plan(source, hand_plan(source), tmp_path / "out", quiet=False)
-    assert (tmp_path / "out" / "pytorch_model.bin").read_bytes() == b"the same model"
-    assert "note: pytorch_model.bin holds weights in another format" in capsys.readouterr().err
-
-
 def test_a_relative_destination(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "source")
     monkeypatch.chdir(tmp_path)
