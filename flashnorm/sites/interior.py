@@ -92,7 +92,7 @@ class Interior:
 
     def hidden(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those that lie neither in an argument of the running norm nor in its own weights."""
-        return [tensor for tensor in tensors if _key(tensor) not in self._inputs | self._own]
+        return [tensor for tensor in tensors if _key(tensor) not in self._inputs and _key(tensor) not in self._own]
 
     def carries(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the running norm's own weight or was computed from it."""
