@@ -16,6 +16,7 @@ from flashnorm.checkpoint.blocks import Block, block_factor, block_shape
 from flashnorm.checkpoint.header import TensorInfo
 from flashnorm.checkpoint.plan import Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import Source
+from flashnorm.checkpoint.underflow import Vanishing
 from flashnorm.errors import CheckpointError
 
 # 1 MiB of fp32, which stays in a core's second-level cache between the passes over it: measured, 128 KiB and 4 MiB
@@ -43,11 +44,18 @@ class Scaler:
         self._work = product_dtype(info.dtype, (scale.factor.dtype for scale in scales))
         self._scales = [(scale, scale.factor.to(self._work)) for scale in scales]
         self._scratch = torch.empty(min(info.numel, BLOCK_ELEMENTS), dtype=self._work)
+        self._vanishing = Vanishing(name, info.shape, info.dtype)
+
+    @property
+    def vanished(self) -> int:
+        """How many weights have become zero so far, though neither they nor their gains were."""
+        return self._vanishing.count
 
     def apply(self, block: Block, source: torch.Tensor, out: torch.Tensor) -> None:
         """Write the scaled block to `out`. `source`, `out`: 1-D, the block's elements, of the stored dtype.
 
-        Raises `CheckpointError` where a finite weight becomes infinite, which fp16 allows from 65520 on.
+        The blocks of a tensor come in the order of its bytes. Raises `CheckpointError` where a finite weight becomes
+        infinite, which fp16 allows from 65520 on, and after the last block where too many have become zero.
         """
         shape = block_shape(self.shape, block)
         product = self._scratch[: block.end - block.start].view(shape)
@@ -59,10 +67,11 @@ class Scaler:
             else:
                 product.mul_(part)
         out.copy_(product.view(-1))
-        limit = torch.finfo(self.dtype).max
-        low, high = torch.aminmax(product)
-        if not (low >= -limit and high <= limit):  # a NaN of the source's own comes here as well
+        size = product.view(-1).abs_()
+        low, high = torch.aminmax(size)
+        if not high <= torch.finfo(self.dtype).max:  # a NaN of the source's own comes here as well
             _refuse_overflow(self.name, source, out)
+        self._vanishing.look(block, [scale for scale, _ in self._scales], source, size, low)
 
 
 def rewritten(source: Source, name: str, info: TensorInfo, edit: TensorEdit) -> torch.Tensor:
