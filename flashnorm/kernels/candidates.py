@@ -37,7 +37,7 @@ def candidates(m: int, k: int, n: int, *, gated: bool = False) -> list[Config]:
 
 def _streamed(k: int, gated: bool) -> Iterator[Streamed]:
     for chunk_k, warps, stages, blocks, ahead in product(
-        (1024, 2048, 4096), (4, 8), (4, 8, 12, 24, 48), (1, 2), (0, 1)
+        (1024, 2048, 4096), (4, 8), (4, 6, 8, 12, 24, 48), (1, 2), (0, 1)
     ):
         in_flight = 2 * chunk_k * stages * blocks
         if chunk_k % (256 * warps) == 0 and chunk_k < 2 * max(k, 1024) and 60_000 <= in_flight <= 200_000:
@@ -47,19 +47,19 @@ def _streamed(k: int, gated: bool) -> Iterator[Streamed]:
 def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:
     """Tiles that fill the multiprocessors in whole waves, as deep a ring as fits, and both places for the norm."""
     tiles = ((64, 1),) if m <= 64 else ((64, 1), (128, 2), (256, 2))
-    widths = (16, 24, 32, 48, 64, 80, 96, 112, 120, 128, 160, 192, 224, 240, 256)
+    widths = (16, 24, 32, 48, 56, 64, 72, 80, 96, 104, 112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     for (block_m, consumers), block_n in product(tiles, widths):
         if (gated and block_n % 16) or block_m * block_n > 128 * 256:
             continue
         stages = min(_deepest(TmaGemm(block_m, block_n, consumers), gated), max(2, -(-k // 64)))
         count = -(-m // block_m) * -(-n * (2 if gated else 1) // block_n)
-        for norm, beside in (("inside", 0), ("beside", 4), ("beside", 16), ("beside", 32)):
+        for norm, beside in (("inside", 0), ("beside", 4), ("beside", 8), ("beside", 16), ("beside", 32)):
             waves = -(-count // (MULTIPROCESSORS - beside))
             if stages < 2 or count / waves / MULTIPROCESSORS < (0.85 if m > 256 and k > 1024 else 0.45):
                 continue
             for group, prefetch in ((8, 0), (16, 0)) if m > 256 else ((8, 0), (8, 4)):
-                if norm == "inside" or m <= 1024:
-                    yield TmaGemm(block_m, block_n, consumers, stages, norm, beside, group, prefetch)
+                for rows in (8,) if norm == "inside" else (4, 8) if m <= 256 else (8, 32):
+                    yield TmaGemm(block_m, block_n, consumers, stages, norm, beside, group, prefetch, rows)
 
 
 def _deepest(tile: TmaGemm, gated: bool) -> int:

@@ -86,7 +86,8 @@ class NormLinear:
 class TmaGemm:
     """Tile of y; consuming warpgroups, which share the tile's rows; pipeline depth; where the norm is taken: "inside"
     the multiplication, in so many blocks "beside" it, or nowhere ("none", a bare matmul);
-    tiles of rows per group; steps of W asked into the L2 before the wait."""
+    tiles of rows per group; steps of W asked into the L2 before the wait; rows of x that a warp beside the tiles reads
+    at once (4 to 32)."""
 
     block_m: int = 128
     block_n: int = 192
@@ -96,6 +97,7 @@ class TmaGemm:
     beside: int = 4
     group: int = 8
     prefetch: int = 0
+    rows: int = 8
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Problem:
     """What decides how an operation runs: (m, k) x and (m, n) output.
 
     `addressable`: the bulk copy engine reaches x, weight and output. `gated`: the output is act(gate) ⊙ up. `hopper`:
-    the kernels in CUDA C++ can run, and have been checked on operands of this kind.
+    the kernels in CUDA C++ can run.
     """
 
     m: int
@@ -65,7 +65,6 @@ def problem_of(
     gain: Tensor | None,
     out: Tensor,
     *,
-    bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Problem:
     """The problem that (M, K) `x`, `weight` of (N, K), or (2N, K) with an `activation`, and (M, N) `out` pose."""
@@ -74,17 +73,11 @@ def problem_of(
         k=x.shape[1],
         n=out.shape[1],
         gated=activation is not None,
-        hopper=cuda_runs(x.device) and _checked_on_hopper(x.dtype, bias, activation),
+        hopper=cuda_runs(x.device),
         dtype=x.dtype,
         gained=gain is not None,
         addressable=all(map(addressable, (x, weight, out))),
     )
-
-
-def _checked_on_hopper(dtype: torch.dtype, bias: Tensor | None, activation: str | None) -> bool:
-    """What the kernels in CUDA C++ have been compared with fp64 on; their other forms wait for their tests on a GPU
-    (tests/kernels/cuda/test_on_gpu.py) and are not chosen until then."""
-    return dtype == torch.bfloat16 and bias is None and activation in (None, "silu")
 
 
 def choose(problem: Problem, device: torch.device) -> Config:

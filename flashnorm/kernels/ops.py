@@ -109,5 +109,5 @@ def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Ten
     gain = gain if gain is None else gain.contiguous()
     bias = bias if bias is None else bias.contiguous()
     with written_in_place(out) as target:
-        config = choose(problem_of(rows, weight, gain, target, bias=bias), x.device)
+        config = choose(problem_of(rows, weight, gain, target), x.device)
         run(config, rows, weight, eps, gain, bias, target)

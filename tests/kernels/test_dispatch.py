@@ -39,22 +39,12 @@ def test_shapes_that_are_not_listed(m, family):
     assert isinstance(_choose(m=m), family)
 
 
-@pytest.mark.parametrize(
-    ("changes", "checked"),
-    [
-        ({}, True),
-        ({"activation": "silu"}, True),
-        ({"dtype": torch.float16}, False),
-        ({"bias": torch.zeros(8)}, False),
-        ({"activation": "relu"}, False),
-    ],
-)
-def test_cuda_kernels_are_chosen_only_for_what_they_were_checked_on(monkeypatch, changes, checked):
-    monkeypatch.setattr(dispatch, "cuda_runs", lambda device: True)
-    changes = dict(changes)
-    dtype = changes.pop("dtype", torch.bfloat16)
-    x, weight, out = (torch.zeros(shape, dtype=dtype) for shape in ((4, 16), (8, 16), (4, 8)))
-    assert dispatch.problem_of(x, weight, None, out, **changes).hopper == checked
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_kernels_are_chosen_where_they_run(monkeypatch, dtype):
+    x, weight, out = (torch.zeros(shape, dtype=dtype) for shape in ((4096, 512), (2048, 512), (4096, 2048)))
+    for runs, family in ((True, TmaGemm), (False, NormLinear)):
+        monkeypatch.setattr(dispatch, "cuda_runs", lambda device, runs=runs: runs)
+        assert isinstance(dispatch._choose(dispatch.problem_of(x, weight, None, out), {}), family)
 
 
 def test_few_outputs_and_other_gpus_keep_to_the_plain_sequence():

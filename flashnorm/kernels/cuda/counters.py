@@ -1,7 +1,7 @@
-"""Pairs of zeroed counters for kernels whose blocks wait for each other; each kernel leaves its pair at zero.
+"""Zeroed counters for kernels whose blocks wait for each other; each kernel leaves its counters at zero.
 
-Two launches must not run with the same pair at once. Launches on one stream never do. A captured launch may be replayed
-on any stream beside any other, so it gets a pair that is given to nobody else.
+Two launches must not run with the same counters at once. Launches on one stream never do. A captured launch may be
+replayed on any stream beside any other, so it gets counters that are given to nobody else.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from itertools import count
 import torch
 from torch import Tensor
 
-_PAIRS = 65536  # half a megabyte on each device
+COUNTERS = 16  # of one launch
+_SETS = 65536  # four megabytes on each device
 _STREAMS = 1024  # of them for streams; more than a process has
 
 
 class _Pool:
     def __init__(self, device: torch.device) -> None:
-        self._pairs = torch.zeros((_PAIRS, 2), dtype=torch.int32, device=device)
+        self._sets = torch.zeros((_SETS, COUNTERS), dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # other streams may use them next
         self._captured = count()
         streams = count()
         self._of_stream: dict[int, int] = defaultdict(lambda: next(streams))
 
-    def pair(self, stream: torch.cuda.Stream) -> Tensor:
+    def take(self, stream: torch.cuda.Stream) -> Tensor:
         if not torch.cuda.is_current_stream_capturing():
-            return self._pairs[self._of_stream[stream.cuda_stream]]
-        index = _PAIRS - 1 - next(self._captured)
+            return self._sets[self._of_stream[stream.cuda_stream]]
+        index = _SETS - 1 - next(self._captured)
         if index >= _STREAMS:
-            return self._pairs[index]
-        return torch.zeros(2, dtype=torch.int32, device=self._pairs.device)  # zeroed again by every replay
+            return self._sets[index]
+        return torch.zeros(COUNTERS, dtype=torch.int32, device=self._sets.device)  # zeroed again by every replay
 
 
 _POOLS: dict[torch.device, _Pool] = {}
@@ -43,5 +44,5 @@ def prepare(device: torch.device) -> None:
 
 
 def counters(stream: torch.cuda.Stream) -> Tensor:
-    """(2,) int32 zeros for one launch on `stream`, the current one; `prepare` must have been called."""
-    return _POOLS[stream.device].pair(stream)
+    """(COUNTERS,) int32 zeros for one launch on `stream`, the current one; `prepare` must have been called."""
+    return _POOLS[stream.device].take(stream)

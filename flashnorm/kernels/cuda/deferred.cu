@@ -9,7 +9,8 @@
 //   NORM               NONE: out = x Wᵀ + bias
 //                      INSIDE: consumers add up the squares of the tile of x that their wgmma is just reading
 //                      BESIDE: the grid's first blocks, on multiprocessors that the tiles leave idle, take 1/RMS of
-//                      every row; the others wait for them only before the scale
+//                      every row; the others wait for a tile's rows only before its scale
+//   ROWS               rows of x that a warp beside reads at once
 //   GATED, ACTIVATION  out = act(gate) ⊙ up, where W holds the rows of gate, then those of up
 //   HALF, IS_BF16, wgmma(...)   the element type, and the instruction for BLOCK_N (see wgmma.py)
 
@@ -22,12 +23,11 @@ struct Problem {
     int prefetch;  // steps of W asked into the L2 before the wait for the kernel before this one
     int x_rows;    // of one load of x: BLOCK_M, or M where that is less
     int beside;    // blocks that take 1/RMS, before those that multiply
-    // With BESIDE: x once more, (M,) for 1/RMS, and two counters, zero before and after each launch: blocks beside that
-    // are done, and multiplying blocks that have read what they did.
-    const u16* x;
-    long long x_stride;
+    // With BESIDE: (M,) for 1/RMS, and counters that are zero before and after each launch: rows whose scale is there,
+    // one counter for each `span` rows, a multiple of BLOCK_M; and blocks that have fetched all they need.
     float* scale;
-    u32* counters;
+    u32 *ready, *fetched;
+    int span;
 };
 
 constexpr int BLOCK_K = 64, ROW_BYTES = 2 * BLOCK_K;
@@ -37,6 +37,7 @@ constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;
 // Columns of out that are staged and stored together, as wide as a swizzle pattern allows.
 constexpr int CHUNK = OUT_N % 64 == 0 ? 64 : OUT_N % 32 == 0 ? 32 : OUT_N % 16 == 0 ? 16 : 8;
 // Registers of a thread at launch, of which the producers leave the consumers some.
+constexpr int THREADS = WARPGROUP * (1 + CONSUMERS), WARPS = THREADS / WARP;
 constexpr int LAUNCH_REGISTERS = 168, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * LAUNCH_REGISTERS, "more registers than at launch");
 
@@ -110,41 +111,105 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, cons
 
 // ---- BESIDE: blocks that take 1/RMS, and the warp of every other block that fetches it ----------------------------
 
-// scale[m] = 1/RMS of row m of x. A warp reads two rows at a time, to have more loads in flight.
-__device__ __forceinline__ void take_scales(const Problem& problem) {
-    constexpr int ROWS = 2;
-    const int lane = threadIdx.x % WARP, warps = problem.beside * blockDim.x / WARP, vectors = problem.K / 8;
+// A warp's rows on their way through shared memory, ROWS at a time, in pieces of 4096 bytes. The copy engine keeps more
+// in flight than loads into registers do, and fetches tiles faster than plain runs of bytes.
+constexpr int BOXES = 4096 / (ROWS * ROW_BYTES), PIECE = BOXES * BLOCK_K, GROUPS = ROWS / 4;
+constexpr int PIECES = (sizeof(Shared) - 1024) / WARPS / (ROWS * PIECE * 2 + 8);
+static_assert(PIECES > 0, "no room for the rows");
+
+struct Rows {
+    alignas(1024) u16 ring[WARPS][PIECES][ROWS * PIECE];
+    u64 full[WARPS][PIECES];
+};
+static_assert(sizeof(Rows) <= sizeof(Shared), "more room than there is");
+
+// Where a warp is in its rows.
+struct Piece {
+    int row, k = 0, stride;
+    __device__ __forceinline__ Piece(const Problem& problem)
+        : row(ROWS * (blockIdx.x + threadIdx.x / WARP * problem.beside)), stride(ROWS * problem.beside * WARPS) {}
+    __device__ __forceinline__ bool last(const Problem& problem) const { return k + PIECE >= problem.K; }
+    __device__ __forceinline__ void step(const Problem& problem) {
+        const bool done = last(problem);
+        row += done ? stride : 0;
+        k = done ? 0 : k + PIECE;
+    }
+    // What lies outside of x comes as zeros.
+    __device__ __forceinline__ void bring(const Problem& problem, const TensorMap* rows, u16* to, u64* full) {
+        if (row >= problem.M) return;
+        barrier_expect(full, ROWS * PIECE * 2);
+        for (int box = 0; box < BOXES; box++) load_tile(to + box * ROWS * BLOCK_K, rows, k + box * BLOCK_K, row, full);
+        step(problem);
+    }
+};
+
+// The scales of ROWS rows for all to see. Eight lanes share a row, whose parts the swizzle moves only among them.
+__device__ __forceinline__ void publish(const Problem& problem, int row, const float* sums) {
+    const int lane = threadIdx.x % WARP, rows = min(ROWS, problem.M - row);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        float sum = sums[i];
+        for (int apart = 1; apart < 8; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        const int here = i * 4 + lane / 8;
+        if (lane % 8 == 0 && here < rows) problem.scale[row + here] = inverse_rms(sum, problem);
+    }
+    __syncwarp();
+    if (lane == 0)
+        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(problem.ready + row / problem.span), "r"(rows)
+                     : "memory");
+}
+
+// scale[m] = 1/RMS of row m of x; low rows first, because they are needed first.
+__device__ __forceinline__ void take_scales(Rows& shared, const TensorMap* rows, const Problem& problem) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    u64* full = shared.full[warp];
+    u16(*ring)[ROWS * PIECE] = shared.ring[warp];
+    if (lane == 0) {
+        for (int slot = 0; slot < PIECES; slot++) barrier_init(&full[slot], 1);
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+    Piece piece(problem), ahead(problem);
     wait_for_predecessor();
     launch_dependents();
-    for (int m = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; m < problem.M; m += ROWS * warps) {
-        const u16* rows[ROWS];
-        float sums[ROWS] = {};
-        for (int i = 0; i < ROWS; i++) rows[i] = problem.x + min(m + i * warps, problem.M - 1) * problem.x_stride;
-#pragma unroll 8
-        for (int k = lane; k < vectors; k += WARP)
-            for (int i = 0; i < ROWS; i++) sums[i] = add_squares(((const uint4*)rows[i])[k], sums[i]);
-        for (int k = vectors * 8 + lane; k < problem.K; k += WARP)
-            for (int i = 0; i < ROWS; i++) sums[i] = fmaf(widened(rows[i][k]), widened(rows[i][k]), sums[i]);
-        for (int i = 0; i < ROWS; i++) {
-            const float scale = inverse_rms(sum_of_warp(sums[i]), problem);
-            if (lane == 0 && m + i * warps < problem.M) problem.scale[m + i * warps] = scale;
-        }
+    if (lane == 0)
+        for (int slot = 0; slot < PIECES; slot++) ahead.bring(problem, rows, ring[slot], &full[slot]);
+    float sums[GROUPS] = {};
+    int slot = 0;
+    u32 phase = 0;
+    for (; piece.row < problem.M; piece.step(problem)) {
+        barrier_wait(&full[slot], phase);
+#pragma unroll
+        for (int i = 0; i < BOXES * GROUPS; i++)
+            sums[i % GROUPS] = add_squares(((uint4*)ring[slot])[i * WARP + lane], sums[i % GROUPS]);
+        __syncwarp();
+        if (lane == 0) ahead.bring(problem, rows, ring[slot], &full[slot]);
+        if (++slot == PIECES) slot = 0, phase ^= 1;
+        if (!piece.last(problem)) continue;
+        publish(problem, piece.row, sums);
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) sums[i] = 0;
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(&problem.counters[0], 1);
+}
+
+__device__ __forceinline__ void wait_for_rows(const Problem& problem, int row) {
+    const u32 span = row / problem.span, rows = min(problem.span, problem.M - (int)span * problem.span);
+    u32 ready = 0;
+    for (;; __nanosleep(50)) {  // the consumers' warps need the issue slots
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ready) : "l"(problem.ready + span) : "memory");
+        if (ready >= rows) return;
+    }
 }
 
 // One warp brings the scales of the block's tiles to shared memory, as soon as they are there: long before they are
 // needed. The blocks beside come first in the grid and wait for no other block of it, so this ends.
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Problem& problem) {
     const int lane = threadIdx.x % WARP;
-    u32 done = 0, buffer = 0, phase = 0;
+    u32 buffer = 0, phase = 0;
     wait_for_predecessor();  // else the counters may still be those of an earlier launch
-    while (done < problem.beside)
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(problem.counters) : "memory");
     for (Tiles tiles(problem); tiles.left(); tiles.step()) {
         barrier_wait(&shared.scale_empty[buffer], phase ^ 1);
+        wait_for_rows(problem, tiles.row);
         for (int i = lane; i < BLOCK_M; i += WARP)
             shared.scale[buffer][i] = tiles.row + i < problem.M ? __ldcg(problem.scale + tiles.row + i) : 0;
         __syncwarp();
@@ -153,8 +218,10 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Problem& prob
     }
     // The last block to have fetched puts the counters back, for the next launch that uses them.
     __syncwarp();
-    if (lane == 0 && atomicAdd(&problem.counters[1], 1) == gridDim.x - problem.beside - 1)
-        problem.counters[0] = problem.counters[1] = 0;
+    if (lane == 0 && atomicAdd(problem.fetched, 1) == gridDim.x - problem.beside - 1) {
+        for (int span = 0; span * problem.span < problem.M; span++) problem.ready[span] = 0;
+        *problem.fetched = 0;
+    }
 }
 
 // ---- The consumers ------------------------------------------------------------------------------------------------
@@ -286,11 +353,13 @@ __device__ __forceinline__ void consume(Shared& shared, int consumer, const Tens
 
 extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
     deferred(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
-             const __grid_constant__ TensorMap out, const void* bias, const Problem problem) {
+             const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap rows, const void* bias,
+             const Problem problem) {
     extern __shared__ char memory[];
-    Shared& shared = *(Shared*)(memory + (1024 - address(memory) % 1024) % 1024);
+    char* aligned = memory + (1024 - address(memory) % 1024) % 1024;
     const int warpgroup = threadIdx.x / WARPGROUP;
-    if (NORM == BESIDE && blockIdx.x < problem.beside) return take_scales(problem);
+    if (NORM == BESIDE && blockIdx.x < problem.beside) return take_scales(*(Rows*)aligned, &rows, problem);
+    Shared& shared = *(Shared*)aligned;
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < STAGES; slot++) {
             barrier_init(&shared.full[slot], 1);

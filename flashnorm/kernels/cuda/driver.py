@@ -17,7 +17,7 @@ _ELEMENTS = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
 }
-# Bytes of a box's row to the swizzle that spreads it over all banks.
+# Bytes of a box's row to the swizzle that spreads a column over all banks.
 _SWIZZLES = {
     16: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
     32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashnorm.kernels.configs import TmaGemm
 from flashnorm.kernels.cuda import kernel as kernels
-from flashnorm.kernels.cuda.counters import counters, prepare
+from flashnorm.kernels.cuda.counters import COUNTERS, counters, prepare
 from flashnorm.kernels.cuda.driver import Grid, launch, tensor_map
 from flashnorm.kernels.cuda.memory import BLOCK_K, stored_columns, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
@@ -41,20 +41,29 @@ def tma_gemm(
     beside = config.beside if config.norm == "beside" else 0
     stream = torch.cuda.current_stream(x.device)
     scale = torch.empty(M if beside else 0, dtype=torch.float32, device=x.device)
-    pair = counters(stream).data_ptr() if beside else 0
+    fetched = counters(stream).data_ptr() if beside else 0
+    blocks = beside + min(kernel.multiprocessors - beside, tiles)
     launch(
         kernel.function,
-        Grid(beside + min(kernel.multiprocessors - beside, tiles), _WARPGROUP * (1 + config.consumers), kernel.shared),
+        Grid(blocks, _WARPGROUP * (1 + config.consumers), kernel.shared),
         (
             tensor_map(x, x_rows, BLOCK_K),
             tensor_map(weight, width, BLOCK_K),
             tensor_map(out, 64, stored_columns(width)),
+            tensor_map(x, config.rows, BLOCK_K),
             ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
             struct.pack("iiifiiii", M, N, K, eps, config.group, config.prefetch, x_rows, beside)
-            + struct.pack("QqQQ", x.data_ptr(), x.stride(0), scale.data_ptr(), pair),
+            + struct.pack("QQQi", scale.data_ptr(), fetched + 4, fetched, _span(M, config.block_m, -(-tiles // blocks)))
+            + bytes(4),
         ),
         stream.cuda_stream,
     )
+
+
+def _span(m: int, block_m: int, waves: int) -> int:
+    """Rows that share a counter: whole tiles. Each wave of tiles waits for about its part of the rows; a count more
+    costs the warps that take them a fence each."""
+    return -(-m // (block_m * min(waves, COUNTERS - 1))) * block_m
 
 
 @cache
@@ -72,5 +81,6 @@ def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
         "NORM": config.norm.upper(),
+        "ROWS": config.rows,
     }
     return kernels.source("deferred", macros, dtype, activation, wgmma_source(config.block_n, kernels.HALF[dtype]))

@@ -26,6 +26,7 @@ GEMMS = [
     TmaGemm(128, 192, 2, 4, "beside"),
     TmaGemm(128, 256, 2, 4, "inside"),
     TmaGemm(256, 96, 2, 4, "inside"),  # an odd number of stores for each slab: their two buffers must not cross
+    TmaGemm(128, 96, 2, 6, "beside", 16),
 ]
 HALF = [torch.bfloat16, torch.float16]
 
@@ -37,14 +38,22 @@ def kernel(config: Config, activation: str | None = None) -> cases.Kernel:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("config", GEMMS)
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(1, 64, 8), (17, 576, 968), (63, 2880, 40), (257, 1000, 1208), (1024, 512, 3080)]
+    ("m", "k", "n"),
+    [(1, 64, 8), (17, 576, 968), (63, 2880, 40), (257, 1000, 1208), (1024, 512, 3080), (8200, 1088, 264)],
 )
 def test_gemm_matches_fp64(m, k, n, config, dtype):
     cases.assert_exact_enough(kernel(config), cases.case(m, k, n, dtype, bias=True, pad=8))
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("config", [Streamed(1024, 24, 4), Streamed(2048, 12, 8, 2, 12), Streamed(4096, 4, 8)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Streamed(1024, 24, 4),
+        Streamed(2048, 12, 8, 2, 12),
+        Streamed(4096, 4, 8),
+    ],
+)
 @pytest.mark.parametrize(("k", "n"), [(8, 8), (576, 960), (2880, 1000), (4096, 6144), (28672, 264)])
 def test_streamed_matches_fp64(k, n, config, dtype):
     cases.assert_exact_enough(kernel(config), cases.case(1, k, n, dtype, bias=True, pad=8))
@@ -96,7 +105,7 @@ def test_the_same_bits_a_thousand_times_and_under_load(config):
     assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 192, 2, 4, "beside")])
+@pytest.mark.parametrize("config", [GEMMS[0], TmaGemm(128, 192, 2, 4, "beside"), GEMMS[-1]])
 def test_two_graphs_at_once_do_not_meet(config):
     """Both captured on one stream, replayed on two: they must not share their counters."""
     operands = [cases.case(100, 2048, 3072, torch.bfloat16) for _ in range(2)]
