@@ -46,6 +46,7 @@ def count_calls(steps, at_call):
 
 def fold_until(source, dst, steps, moment, signal_number):
     """Fold, but send this very process a signal before call number `moment` of the functions `os.<step>`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background deaf to it
 
     def at_call(number):
         if number == moment:
