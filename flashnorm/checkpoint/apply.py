@@ -59,6 +59,7 @@ def apply_plan(
             added=tuple(additions),
             removed=tuple(name for name, edit in plan.edits.items() if edit.remove),
             config=_config_text(source) if changes.config is not None else None,
+            lost=dict(sorted(item for s in sums.values() for item in s.lost.items())),
         )
         write_file(folder, MANIFEST, manifest_bytes(manifest))
 

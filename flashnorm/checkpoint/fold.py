@@ -39,7 +39,8 @@ def fold_checkpoint(
     if is_folded(src):
         manifest = read_manifest(src)
         _refuse_other_mode(src, manifest, strict, untie)
-        return FoldReport([site.norm for site in manifest.sites], dict(manifest.skipped), already_folded=True)
+        norms = [site.norm for site in manifest.sites]
+        return FoldReport(norms, dict(manifest.skipped), already_folded=True, lost=manifest.lost)
     source = open_source(src)
     check_output(source.folder, Path(dst))  # planning takes seconds, so an output that exists is refused before it
     with reading_ahead(source):
@@ -54,7 +55,8 @@ def fold_checkpoint(
             print(f"note: {note}", file=sys.stderr)
     apply_plan(source, plan, dst, quiet=quiet)
     grown = sum(source.tensors[origin].nbytes for origin in plan.additions.values())
-    return FoldReport([site.norm for site in plan.sites], dict(plan.skipped), grown_bytes=grown)
+    norms = [site.norm for site in plan.sites]
+    return FoldReport(norms, dict(plan.skipped), grown_bytes=grown, lost=read_manifest(dst).lost)
 
 
 def _refuse_other_mode(src: str | os.PathLike[str], manifest: Manifest, strict: bool, untie: bool) -> None:

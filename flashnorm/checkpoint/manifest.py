@@ -57,7 +57,8 @@ class Manifest:
     """What `flashnorm.json` says. `originals`: stored tensors whose value before folding is in `flashnorm.gains`.
 
     `added`: tensors that the source did not store (an untied head); `removed`: those that the output does not.
-    `config`: the text of the source's `config.json` where folding changed it.
+    `config`: the text of the source's `config.json` where folding changed it. `lost`: by tensor, how many weights
+    became zero for being too small for their dtype.
     """
 
     tool_version: str
@@ -71,6 +72,7 @@ class Manifest:
     added: tuple[str, ...]
     removed: tuple[str, ...]
     config: str | None
+    lost: dict[str, int] = field(default_factory=dict)
     schema_version: int = field(default=SCHEMA_VERSION)
 
 
@@ -127,4 +129,5 @@ def _from_table(table: dict[str, Any]) -> Manifest:
         added=tuple(table["added"]),
         removed=tuple(table["removed"]),
         config=table["config"],
+        lost=table["lost"],
     )

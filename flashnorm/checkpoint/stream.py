@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -68,7 +68,8 @@ Segment = Copy | Skip | New | Scaled
 class Sums:
     """SHA-256 (hexadecimal) and size in bytes of what was read and of what was written.
 
-    `vanished`: nothing was left to write, so there is no such file in the output.
+    `vanished`: nothing was left to write, so there is no such file in the output. `lost`: by tensor, how many weights
+    became zero for being too small.
     """
 
     source: str
@@ -76,6 +77,7 @@ class Sums:
     output: str
     output_size: int
     vanished: bool = False
+    lost: dict[str, int] = field(default_factory=dict)
 
 
 class Stopped(FlashnormError):
@@ -131,6 +133,7 @@ class _Stream:
         self.output_sum = self.source_sum if unchanged else _Sum(resources)
         self._slots = [_Slot() for _ in range(_SLOTS)]
         self._turn = 0
+        self.lost: dict[str, int] = {}
 
     def run(self, segment: Segment) -> None:
         match segment:
@@ -157,6 +160,8 @@ class _Stream:
                 span = slice(block.start - first, block.end - first)
                 scaler.apply(block, source[span], output[span])
             self._write(slot, slot.output[:size].numpy().data)
+        if scaler.vanished:
+            self.lost[scaler.name] = scaler.vanished
 
     def _next(self) -> _Slot:
         if self._stop.is_set():
@@ -195,7 +200,7 @@ def stream(source: Path, output: int, segments: Sequence[Segment], meter: Meter,
         for segment in segments:
             run.run(segment)
         before, after = run.source_sum, run.output_sum
-        return Sums(before.hexdigest(), before.size, after.hexdigest(), after.size)
+        return Sums(before.hexdigest(), before.size, after.hexdigest(), after.size, lost=run.lost)
 
 
 def _open(path: Path, resources: ExitStack) -> int:

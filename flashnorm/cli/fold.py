@@ -41,6 +41,7 @@ def command(
                 "folded": report.folded,
                 "skipped": report.skipped,
                 "grown_bytes": report.grown_bytes,
+                "lost": report.lost,
             }
         )
         return
@@ -52,6 +53,11 @@ def command(
     typer.echo(f"folded {counted(len(report.folded), 'norm')} into {dst}")
     for line in by_reason(report.skipped):
         typer.echo(f"left alone: {line}")
+    if report.lost:
+        typer.echo(
+            f"{counted(sum(report.lost.values()), 'weight')} of {counted(len(report.lost), 'tensor')} became zero, too "
+            f"small for their dtype ({next(iter(report.lost))} for one)"
+        )
     if report.grown_bytes:
         typer.echo(f"the untied head adds {report.grown_bytes / 1e6:.1f} MB")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,9 @@ class FoldReport:
     skipped: dict[str, str]
     grown_bytes: int = 0  # by how much an untied head makes the checkpoint larger
     already_folded: bool = False  # nothing was done: the input was the output of an earlier fold
+    lost: dict[str, int] = field(
+        default_factory=dict
+    )  # stored tensor -> how many weights became zero, too small for fp16
 
     def __str__(self) -> str:
         done = "folded already" if self.already_folded else "folded"

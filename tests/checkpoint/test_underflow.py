@@ -14,8 +14,10 @@ from flashnorm.checkpoint.blocks import blocks
 from flashnorm.checkpoint.edit import Scaler
 from flashnorm.checkpoint.fold import fold_checkpoint
 from flashnorm.checkpoint.header import CODES, TensorInfo
+from flashnorm.checkpoint.manifest import read_manifest
 from flashnorm.checkpoint.plan import Scale
 from flashnorm.checkpoint.underflow import tolerable_fraction
+from flashnorm.cli.main import main
 from flashnorm.errors import CheckpointError
 from tests.checkpoint.test_fold import SMALL, randomised
 
@@ -126,3 +128,16 @@ def test_a_fold_that_would_lose_a_channel_leaves_nothing(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["source"]
     model.bfloat16().save_pretrained(tmp_path / "bf16")
     assert len(fold_checkpoint(tmp_path / "bf16", tmp_path / "out").folded) == 5
+
+
+def test_a_few_lost_weights_are_told_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = randomised(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    model.model.layers[0].input_layernorm.weight.data[4] = 0.25
+    model.model.layers[0].self_attn.q_proj.weight.data[3, 4] = LEAST
+    model.half().save_pretrained(tmp_path / "source")
+    report = fold_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert report.lost == read_manifest(tmp_path / "out").lost == {"model.layers.0.self_attn.q_proj.weight": 1}
+    assert fold_checkpoint(tmp_path / "out", tmp_path / "again").lost == report.lost
+    with pytest.raises(SystemExit):
+        main(["fold", str(tmp_path / "source"), str(tmp_path / "told"), "--quiet"])
+    assert "1 weight of 1 tensor became zero, too small for their dtype" in capsys.readouterr().out
