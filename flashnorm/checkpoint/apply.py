@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from flashnorm.checkpoint.changes import Addition, Changes
 from flashnorm.checkpoint.engine import transform
@@ -22,12 +23,19 @@ from flashnorm.version import __version__
 
 
 def apply_plan(
-    source: Source, plan: FoldPlan, dst: str | os.PathLike[str], *, quiet: bool = True, workers: int | None = None
+    source: Source,
+    plan: FoldPlan,
+    dst: str | os.PathLike[str],
+    *,
+    sums: Mapping[str, str] = MappingProxyType({}),
+    quiet: bool = True,
+    workers: int | None = None,
 ) -> None:
     """Write `source`, changed as `plan` says, to the new folder `dst`, with its manifest and its original gains.
 
     Shards, tensor names, dtypes, metadata and all other files stay as they are, byte for byte where the plan does not
-    touch them. `dst` appears whole or not at all; the source is only read. `quiet`: no progress on stderr. `workers`:
+    touch them. `dst` appears whole or not at all; the source is only read. `sums`: SHA-256 of files of the
+    source that are known already. `quiet`: no progress on stderr. `workers`:
     files in flight at once (None: as many as there are cores). Raises `OutputError` where `dst` exists, overlaps the
     source or does not fit on its disk, and `CheckpointError` where the plan does not fit the source, a gain is not
     finite, or a weight overflows.
@@ -43,15 +51,15 @@ def apply_plan(
     changes = Changes(plan.edits, additions, _new_config(source, plan.config_changes))
     gains, sites, originals = sidecar(source, plan)
 
-    def finish(folder: Path, sums: Mapping[str, Sums]) -> None:
+    def finish(folder: Path, done: Mapping[str, Sums]) -> None:
         write_file(folder, SIDECAR, gains)
-        output = {name: FileRecord(s.output, s.output_size) for name, s in sums.items() if not s.vanished}
+        output = {name: FileRecord(s.output, s.output_size) for name, s in done.items() if not s.vanished}
         output[SIDECAR] = FileRecord(hashlib.sha256(gains).hexdigest(), len(gains))
         manifest = Manifest(
             tool_version=__version__,
             mode=plan.mode,
             untied=plan.untied,
-            source={name: FileRecord(s.source, s.source_size) for name, s in sorted(sums.items())},
+            source={name: FileRecord(s.source, s.source_size) for name, s in sorted(done.items())},
             output=dict(sorted(output.items())),
             sites=sites,
             skipped=plan.skipped,
@@ -59,11 +67,21 @@ def apply_plan(
             added=tuple(additions),
             removed=tuple(name for name, edit in plan.edits.items() if edit.remove),
             config=_config_text(source) if changes.config is not None else None,
-            lost=dict(sorted(item for s in sums.values() for item in s.lost.items())),
+            lost=dict(sorted(item for s in done.values() for item in s.lost.items())),
         )
         write_file(folder, MANIFEST, manifest_bytes(manifest))
 
-    transform(source, changes, Path(dst), finish, what="fold", extra_bytes=len(gains), quiet=quiet, workers=workers)
+    transform(
+        source,
+        changes,
+        Path(dst),
+        finish,
+        what="fold",
+        extra_bytes=len(gains),
+        known=sums,
+        quiet=quiet,
+        workers=workers,
+    )
 
 
 def _config_text(source: Source) -> str:

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from flashnorm.checkpoint.changes import Changes, check_changes, file_segments, output_bytes, vanishes
 from flashnorm.checkpoint.progress import Meter, metered
 from flashnorm.checkpoint.source import Source
-from flashnorm.checkpoint.staging import check_output, new_file, new_folder
+from flashnorm.checkpoint.staging import check_output, new_file, new_folder, uninterrupted
 from flashnorm.checkpoint.stream import Sums, stream
 
 # More threads do not help a disk, and each holds about 30 MB of buffers.
@@ -31,14 +32,16 @@ def transform(
     what: str,
     extra_bytes: int = 0,
     omit: frozenset[str] = frozenset(),
+    known: Mapping[str, str] = MappingProxyType({}),
     quiet: bool = True,
     workers: int | None = None,
 ) -> None:
     """Write the changed checkpoint to the new folder `dst`, which appears whole or not at all.
 
     `finish` is called with the still hidden folder and the sums of every file, to check them and to add files of its
-    own, of `extra_bytes` together; `omit` names files to leave out; `what` names the work beside the progress. Memory:
-    a few buffers a worker, whatever the size of the tensors. Raises `OutputError` and `CheckpointError`.
+    own, of `extra_bytes` together; `omit` names files to leave out; `what` names the work beside the progress; `known`:
+    SHA-256 of source files that need not be taken again. Memory: a few buffers a worker, whatever the size of the
+    tensors. Raises `OutputError` and `CheckpointError`.
     """
     check_changes(source, changes)
     check_output(source.folder, dst)
@@ -46,35 +49,50 @@ def transform(
     total = sum(sizes.values())
     room = total + max(0, output_bytes(source, changes)) + extra_bytes
     with new_folder(dst, room) as folder, metered(what, total + _read_again(changes), quiet=quiet) as meter:
-        sums = _all_files(source, changes, folder, sizes, meter, workers)
+        sums = _all_files(source, changes, folder, sizes, known, meter, workers)
         source.check_unchanged()
         finish(folder, sums)
 
 
 def _all_files(
-    source: Source, changes: Changes, folder: Path, sizes: dict[str, int], meter: Meter, workers: int | None
+    source: Source,
+    changes: Changes,
+    folder: Path,
+    sizes: dict[str, int],
+    known: Mapping[str, str],
+    meter: Meter,
+    workers: int | None,
 ) -> dict[str, Sums]:
     stop = threading.Event()
     count = max(1, min(workers or os.cpu_count() or 1, _MAX_WORKERS, len(sizes)))
     with _one_thread_each(), ThreadPoolExecutor(count, thread_name_prefix="shard") as pool:
         try:
             futures = {
-                pool.submit(_one_file, source, name, size, changes, folder, meter, stop): name
+                pool.submit(_one_file, source, name, size, changes, folder, known.get(name), meter, stop): name
                 for name, size in sizes.items()
             }
             return {futures[future]: future.result() for future in as_completed(futures)}
         except BaseException:  # an interruption too: the threads must end before their folder is removed
             stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            with uninterrupted():
+                pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 def _one_file(
-    source: Source, name: str, size: int, changes: Changes, folder: Path, meter: Meter, stop: threading.Event
+    source: Source,
+    name: str,
+    size: int,
+    changes: Changes,
+    folder: Path,
+    known: str | None,
+    meter: Meter,
+    stop: threading.Event,
 ) -> Sums:
     vanished = vanishes(source, name, changes)
     with _nowhere() if vanished else new_file(folder, name) as output:
-        sums = stream(source.folder / name, output, file_segments(source, name, size, changes), meter, stop)
+        segments = file_segments(source, name, size, changes)
+        sums = stream(source.folder / name, output, segments, meter, stop, known=known)
     return replace(sums, vanished=vanished)
 
 

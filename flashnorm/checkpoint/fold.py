@@ -43,7 +43,7 @@ def fold_checkpoint(
         return FoldReport(norms, dict(manifest.skipped), already_folded=True, lost=manifest.lost)
     source = open_source(src)
     check_output(source.folder, Path(dst))  # planning takes seconds, so an output that exists is refused before it
-    with reading_ahead(source):
+    with reading_ahead(source) as sums:
         # Here, because it imports Transformers, which takes seconds: a damaged checkpoint is refused before it.
         from flashnorm.checkpoint.prepare import make_plan
 
@@ -53,7 +53,7 @@ def fold_checkpoint(
     if not quiet:
         for note in left_alone(source.files, source.config, trust_remote_code):
             print(f"note: {note}", file=sys.stderr)
-    apply_plan(source, plan, dst, quiet=quiet)
+    apply_plan(source, plan, dst, sums=sums, quiet=quiet)
     grown = sum(source.tensors[origin].nbytes for origin in plan.additions.values())
     norms = [site.norm for site in plan.sites]
     return FoldReport(norms, dict(plan.skipped), grown_bytes=grown, lost=read_manifest(dst).lost)

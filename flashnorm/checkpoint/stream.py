@@ -21,7 +21,7 @@ from flashnorm.checkpoint.progress import Meter
 from flashnorm.checkpoint.source import read_exactly
 from flashnorm.checkpoint.staging import WriteBack, write_all
 from flashnorm.checkpoint.tree import reading
-from flashnorm.errors import FlashnormError
+from flashnorm.errors import CheckpointError, FlashnormError
 
 CHUNK_BYTES = 4 * 1024 * 1024  # one read, and at most one write; always room for one block of eight-byte elements
 _SLOTS = 3  # chunks in flight: one is read or scaled or written while the hashes of two are still computed
@@ -100,6 +100,23 @@ class _Sum:
         return self._thread.submit(self._hash.hexdigest).result()
 
 
+class _Known:
+    """A SHA-256 that was taken before: only the size is counted."""
+
+    def __init__(self, digest: str) -> None:
+        self._digest = digest
+        self._done: Future[None] = Future()
+        self._done.set_result(None)
+        self.size = 0
+
+    def update(self, data: memoryview) -> Future[None]:
+        self.size += len(data)
+        return self._done
+
+    def hexdigest(self) -> str:
+        return self._digest
+
+
 class _Slot:
     """A pair of buffers, free again when the hashes of their last contents are done."""
 
@@ -121,6 +138,7 @@ class _Stream:
         output: int,
         *,
         unchanged: bool,
+        known: str | None,
         meter: Meter,
         stop: threading.Event,
         resources: ExitStack,
@@ -129,8 +147,10 @@ class _Stream:
         self._input = _open(source, resources)
         self._output, self._write_back = output, WriteBack(output)
         self._meter, self._stop = meter, stop
-        self.source_sum = _Sum(resources)
-        self.output_sum = self.source_sum if unchanged else _Sum(resources)
+        self.output_sum = _Sum(resources)
+        self.source_sum: _Sum | _Known = self.output_sum
+        if not unchanged:
+            self.source_sum = _Sum(resources) if known is None else _Known(known)
         self._slots = [_Slot() for _ in range(_SLOTS)]
         self._turn = 0
         self.lost: dict[str, int] = {}
@@ -188,18 +208,29 @@ class _Stream:
         self._write_back.wrote(len(data))
 
 
-def stream(source: Path, output: int, segments: Sequence[Segment], meter: Meter, stop: threading.Event) -> Sums:
-    """Write `segments` of the file `source` to the open file `output`.
+def stream(
+    source: Path,
+    output: int,
+    segments: Sequence[Segment],
+    meter: Meter,
+    stop: threading.Event,
+    *,
+    known: str | None = None,
+) -> Sums:
+    """Write `segments` of the file `source`, whose SHA-256 may be `known`, to the open file `output`.
 
     The segments that are not `again` must cover the source once, in order. Raises `CheckpointError` where the source
-    cannot be read or a weight overflows, `OSError` where the output cannot be written, `Stopped` once `stop` is set.
+    cannot be read, is not what the known sum is of, or a weight overflows, `OSError` where the output cannot be
+    written, `Stopped` once `stop` is set.
     """
     with ExitStack() as resources:
         unchanged = all(isinstance(segment, Copy) and not segment.again for segment in segments)
-        run = _Stream(source, output, unchanged=unchanged, meter=meter, stop=stop, resources=resources)
+        run = _Stream(source, output, unchanged=unchanged, known=known, meter=meter, stop=stop, resources=resources)
         for segment in segments:
             run.run(segment)
         before, after = run.source_sum, run.output_sum
+        if known not in (None, before.hexdigest()):
+            raise CheckpointError(f"{source} changed while it was read; leave the source alone")
         return Sums(before.hexdigest(), before.size, after.hexdigest(), after.size, lost=run.lost)
 
 

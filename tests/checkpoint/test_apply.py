@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ GAINS = [f"layers.{index}.norm.weight" for index in range(LAYERS)]
 SCALED = [f"layers.{index}.{reader}.weight" for index in range(LAYERS) for reader in READERS]
 
 
-def fold(folder, dst, **options):
+def fold(folder, dst, sums=MappingProxyType({}), **options):
     source = open_source(folder)
-    apply_plan(source, hand_plan(source, **options), dst, quiet=True)
+    apply_plan(source, hand_plan(source, **options), dst, sums=sums, quiet=True)
     return open_source(dst)
 
 
@@ -284,3 +285,23 @@ def test_a_config_that_becomes_unreadable_is_the_sources_fault(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match=r"source/config\.json cannot be read: Input/output error"):
         apply_plan(source, plan, tmp_path / "out", quiet=True)
     assert os.listdir(tmp_path) == ["source"]
+
+
+def test_sums_that_are_known_are_not_taken_again(tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path / "source", random_weights(), shards=2)
+    fold(folder, tmp_path / "plain")
+    manifest = read_manifest(tmp_path / "plain")
+    sums = {name: record.sha256 for name, record in manifest.source.items()}
+    fold(folder, tmp_path / "told", sums=sums)
+    assert read_manifest(tmp_path / "told") == manifest
+    changed = [name for name, record in manifest.source.items() if manifest.output[name] != record]
+    assert changed
+    fold(folder, tmp_path / "believed", sums=sums | dict.fromkeys(changed, "0" * 64))
+    assert {read_manifest(tmp_path / "believed").source[name].sha256 for name in changed} == {"0" * 64}
+
+
+def test_a_known_sum_of_a_file_that_is_copied_is_compared(tmp_path):
+    folder = write_checkpoint(tmp_path / "source", random_weights())
+    with pytest.raises(CheckpointError, match=r"LICENSE changed while it was read"):
+        fold(folder, tmp_path / "out", sums={"LICENSE": "0" * 64})
+    assert not (tmp_path / "out").exists()
