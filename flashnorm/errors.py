@@ -53,3 +53,11 @@ class GradientError(FlashnormError, RuntimeError):
 
 class KernelError(FlashnormError, RuntimeError):
     """A kernel could not be compiled, loaded or launched."""
+
+
+class Unsupported(FlashnormError):
+    """The model computes something that this level of acceleration cannot; a sentence says what, and where."""
+
+
+class CapacityError(FlashnormError):
+    """A cache has no room: out of slots, of positions or of memory. Says what was asked, and what there is."""
