@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashnorm.kernels.two_stream import overlapped_rms_linear
+
 Baseline = Callable[[Tensor, Tensor, Tensor, float, Tensor], object]
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 Gate = Callable[[Tensor], Tensor]
@@ -30,6 +32,8 @@ def baselines(activation: str | None = None, *, compiled: bool) -> dict[str, Bas
         found["flashinfer"] = _flashinfer(gated=activation is not None)
     if find_spec("liger_kernel") is not None:
         found["liger"] = _liger(gated=activation is not None)
+    if not activation:
+        found["two streams"] = _two_streams
     if compiled:
         found["torch.compile"] = _compiled(gate)
     return found
@@ -46,6 +50,11 @@ def _then(norm: Norm, gate: Gate) -> Baseline:
 
 def _bare(x: Tensor, weight: Tensor, gain: Tensor, eps: float, out: Tensor) -> object:
     return torch.mm(x, weight.t(), out=out)
+
+
+def _two_streams(x: Tensor, weight: Tensor, gain: Tensor, eps: float, out: Tensor) -> object:
+    """The deferred norm as first proposed; its gain is folded."""
+    return overlapped_rms_linear(x, weight, eps)
 
 
 def _torch_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -2,7 +2,8 @@
 
 A table holds, for each weight shape, the fastest configuration at a few numbers of rows; every one of them was first
 compared with fp64. A shape between two listed numbers of rows takes the next larger one's. A shape that is not listed
-follows rules carried over from the listed ones and not timed itself: one row goes through a matrix-vector kernel, up to
+is tuned when it is first used, on GPUs without a shipped table (see `first_use.py`); elsewhere it follows rules carried
+over from the listed ones and not timed itself: one row goes through a matrix-vector kernel, up to
 64 rows through split K, many through the warp-specialised GEMM where it runs, and anything else through the fast norm
 before the library's matmul. What `flashnorm tune` finds goes to a table of this machine, which comes before the other.
 """
@@ -17,6 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from flashnorm.kernels import first_use
 from flashnorm.kernels.configs import (
     Config,
     DeferredGemm,
@@ -84,7 +86,18 @@ def choose(problem: Problem, device: torch.device) -> Config:
     """The configuration that runs `problem` on `device`; `Reference` where Triton cannot run."""
     if not triton_runs(device) or problem.dtype == torch.float64 or problem.k > WIDEST_ROW:
         return Reference()
-    return _choose(problem, _table(device))
+    table = _table(device)
+    if _is_new(problem, table) and first_use.wanted(shipped=bool(_shipped(torch.cuda.get_device_capability(device)))):
+        if first_use.tune(problem.m, problem.k, problem.n, problem.gated, device):
+            forget_tables()
+        table = _table(device)
+    return _choose(problem, table)
+
+
+def _is_new(problem: Problem, table: Table) -> bool:
+    """Whether the table says nothing of this weight at about this number of rows."""
+    listed = table.get((problem.k, problem.n, problem.gated), {})
+    return problem.dtype in _HALF and not problem.gained and first_use.tuned_rows(problem.m) not in listed
 
 
 def _choose(problem: Problem, table: Table) -> Config:

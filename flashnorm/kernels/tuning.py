@@ -65,6 +65,11 @@ def tune(shapes: Sequence[Shape], device: torch.device) -> Iterable[Tuned]:
         yield _choose(shape, {config: why for (of, config), why in verdicts.items() if of == shape}, device)
 
 
+def best_of(shape: Shape, configs: Sequence[Config], device: torch.device) -> Tuned:
+    """The same for a few configurations, without processes of its own. Raises `CheckFailed` where none is right."""
+    return _choose(shape, {config: fault(shape, config) for config in configs}, device)
+
+
 def candidates_of(shape: Shape) -> list[Config]:
     """The candidates that can run here."""
     found = candidates(shape.m, shape.k, shape.n, gated=shape.activation is not None)
