@@ -104,7 +104,7 @@ def kept(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, chance: Tensor) -> Tensor:
     """One token per row by inversion: the first whose cumulative probability exceeds `chance` (rows,) in [0, 1)."""
-    ordered, order = logits.sort(-1, descending=True, stable=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     keep = kept(ordered, top_k, top_p, min_p)
     cumulative = torch.softmax(torch.where(keep, ordered, -torch.inf), -1).double().cumsum(-1)
     # Scaled by the sum as computed, so that rounding can leave no chance beyond it, and never a token with no chance.
