@@ -119,8 +119,8 @@ def _measure_row(shape: Shape, contenders: dict[str, Baseline], ceilings: Ceilin
     def ours(index: int) -> object:
         x, weight, out = operands.x[index], operands.weight[index], outs[index]
         if shape.activation is None:
-            return rms_linear(x, weight, EPS, out=out)
-        return rms_swiglu_linear(x, weight, EPS, activation=shape.activation, out=out)
+            return rms_linear(x, weight, EPS, static_weight=True, out=out)
+        return rms_swiglu_linear(x, weight, EPS, activation=shape.activation, static_weight=True, out=out)
 
     config = choose(problem_of(operands.x[0], operands.weight[0], None, outs[0], activation=shape.activation), device)
     error = _error(shape, config, ours, operands, outs[0])

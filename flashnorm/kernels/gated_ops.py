@@ -21,6 +21,7 @@ def rms_swiglu_linear(
     *,
     gain: Optional[Tensor] = None,  # noqa: UP045
     activation: str = "silu",
+    static_weight: bool = False,
     out: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
     """act(gate) ⊙ up, where [gate; up] = ((x ⊙ gain) Wᵀ) / sqrt(mean(x²) + eps): the norm and the first half of an MLP.
@@ -28,7 +29,8 @@ def rms_swiglu_linear(
     `x`: (..., K); `gate_up_weight`: (2N, K), gate's rows first; `gain`: (K,), omitted where it was folded into the
     weight; `activation`: "silu", "gelu_tanh" or "relu". All of one dtype and on one device. Returns (..., N) in
     `x.dtype`; with `out`, writes there and returns it. Arithmetic is in fp32 (fp64 for fp64) and rounded once, except
-    where the fastest way is the plain sequence, which rounds the normed x, gate and up too. There is no backward.
+    where the fastest way is the plain sequence, which rounds the normed x, gate and up too. `static_weight` as in
+    `rms_linear`. There is no backward.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """
@@ -39,9 +41,9 @@ def rms_swiglu_linear(
     outputs = gate_up_weight.shape[0] // 2 if gate_up_weight.dim() == 2 else None  # no matrix is refused just below
     check_linear(x, gate_up_weight, rows=outputs, gain=gain, out=out)
     if out is None:
-        return _rms_swiglu_linear(x, gate_up_weight, eps, gain, activation)
+        return _rms_swiglu_linear(x, gate_up_weight, eps, gain, activation, static_weight)
     check_separate(out, x=x, gate_up_weight=gate_up_weight, gain=gain)
-    _rms_swiglu_linear_out(x, gate_up_weight, eps, gain, activation, out)
+    _rms_swiglu_linear_out(x, gate_up_weight, eps, gain, activation, static_weight, out)
     return out
 
 
@@ -52,9 +54,10 @@ def _rms_swiglu_linear(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     activation: str,
+    static_weight: bool = False,
 ) -> Tensor:
     out = x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
-    _write(x, gate_up_weight, eps, gain, activation, out)
+    _write(x, gate_up_weight, eps, gain, activation, static_weight, out)
     return out
 
 
@@ -65,6 +68,7 @@ def _(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     activation: str,
+    static_weight: bool = False,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
 
@@ -76,9 +80,10 @@ def _rms_swiglu_linear_out(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     activation: str,
+    static_weight: bool,
     out: Tensor,
 ) -> None:
-    _write(x, gate_up_weight, eps, gain, activation, out)
+    _write(x, gate_up_weight, eps, gain, activation, static_weight, out)
 
 
 @_rms_swiglu_linear_out.register_fake
@@ -88,16 +93,19 @@ def _(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     activation: str,
+    static_weight: bool,
     out: Tensor,
 ) -> None:
     pass
 
 
-def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, activation: str, out: Tensor) -> None:
+def _write(
+    x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, activation: str, static_weight: bool, out: Tensor
+) -> None:
     if out.numel() == 0:
         return
     rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
     gain = gain if gain is None else gain.contiguous()
     with written_in_place(out) as target:
         config = choose(problem_of(rows, weight, gain, target, activation=activation), x.device)
-        run(config, rows, weight, eps, gain, None, target, activation)
+        run(config, rows, weight, eps, gain, None, target, activation, static_weight=static_weight)

@@ -16,6 +16,15 @@ from flashnorm.kernels.launch import launch_options, prefetch_rows, supports_pdl
 
 
 @triton.jit
+def _part_of(rows, columns, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns `start` to `start + BLOCK_K` of rows that are read once."""
+    k = start + columns
+    if K % BLOCK_K == 0:
+        return tl.load(rows + k[None, :], eviction_policy="evict_first")
+    return tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+
+
+@triton.jit
 def _gemv_kernel(
     x,
     weight,
@@ -33,29 +42,36 @@ def _gemv_kernel(
     PREFETCH: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    STATIC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N
     safe_rows = tl.where(row_mask, rows, N - 1)
     m = tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK_K)
+    weight_rows = weight + safe_rows.to(tl.int64)[:, None] * weight_stride
+    if STATIC:  # nobody writes the weight, so its first part may come before the wait
+        first = _part_of(weight_rows, columns, 0, K, BLOCK_K)
     if PDL:
         if PREFETCH > 0:
             prefetch_rows(weight, safe_rows, weight_stride, 0, K, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    columns = tl.arange(0, BLOCK_K)
-    weight_rows = weight + safe_rows.to(tl.int64)[:, None] * weight_stride
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + columns
         if K % BLOCK_K == 0:
             values = tl.load(x + m * x_stride + k).to(tl.float32)
-            weights = tl.load(weight_rows + k[None, :], eviction_policy="evict_first").to(tl.float32)
         else:
             values = tl.load(x + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-            weights = tl.load(weight_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+        if STATIC:
+            weights = first.to(tl.float32)
+            if start + BLOCK_K < K:
+                first = _part_of(weight_rows, columns, start + BLOCK_K, K, BLOCK_K)
+        else:
+            weights = _part_of(weight_rows, columns, start, K, BLOCK_K).to(tl.float32)
         squares += values * values
         if HAS_GAIN:
             values *= tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)
@@ -74,8 +90,13 @@ def gemv(
     bias: Tensor | None,
     out: Tensor,
     config: Gemv,
+    *,
+    static_weight: bool = False,
 ) -> None:
-    """Write (x Wᵀ)/RMS(x) + bias into `out`. `x`: (M, K), `weight`: (N, K), `out`: (M, N); last axes contiguous."""
+    """Write (x Wᵀ)/RMS(x) + bias into `out`. `x`: (M, K), `weight`: (N, K), `out`: (M, N); last axes contiguous.
+
+    `static_weight`: nothing that may still run writes the weight.
+    """
     (M, K), N = x.shape, weight.shape[0]
     pdl = supports_pdl(x.device)
     _gemv_kernel[(triton.cdiv(N, config.block_n), M)](
@@ -95,6 +116,7 @@ def gemv(
         PREFETCH=config.prefetch,
         HAS_GAIN=gain is not None,
         HAS_BIAS=bias is not None,
+        STATIC=static_weight,
         PDL=pdl,
         num_warps=config.warps,
         **launch_options(pdl),

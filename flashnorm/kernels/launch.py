@@ -6,7 +6,8 @@ With PDL a kernel starts while the kernel before it still runs. The rule, which 
 
 So when a kernel starts, everything before its predecessor is complete and visible. It may read all that its
 predecessor does not write, at once; what its predecessor writes, only after the wait. The first kernel of an operation
-knows nothing about its predecessor, so it waits before it reads anything: weights too may have just been written.
+knows nothing about its predecessor, so it waits before it reads anything: weights too may have just been written, unless
+the caller promises that they are static.
 Bringing lines into the L2 cache is allowed before the wait, because the L2 is where writes become visible.
 """
 

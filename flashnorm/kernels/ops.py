@@ -22,6 +22,7 @@ def rms_linear(
     *,
     gain: Optional[Tensor] = None,  # noqa: UP045
     bias: Optional[Tensor] = None,  # noqa: UP045
+    static_weight: bool = False,
     out: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
     """RMSNorm, then linear, with the norm deferred: y = ((x ⊙ gain) Wᵀ) / sqrt(mean(x²) + eps) + bias.
@@ -31,13 +32,17 @@ def rms_linear(
     returns it. Arithmetic is in fp32 (fp64 for fp64) and rounded once, except where the fastest way is the plain
     sequence, which rounds the normed x too. Last axes that are not contiguous are copied. There is no backward.
 
+    `static_weight` promises that no work that may still run writes the weight, as in inference, where it never changes:
+    the kernels for one row then read it while the kernel before them ends. Without it a weight that was just written
+    by a kernel, of any library, is read right.
+
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """
     check_linear(x, weight, gain=gain, bias=bias, out=out)
     if out is None:
-        return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias)
+        return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias, static_weight)
     check_separate(out, x=x, weight=weight, gain=gain, bias=bias)
-    torch.ops.flashnorm.rms_linear_out(x, weight, eps, gain, bias, out)
+    torch.ops.flashnorm.rms_linear_out(x, weight, eps, gain, bias, static_weight, out)
     return out
 
 
@@ -48,9 +53,10 @@ def _rms_linear(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool = False,
 ) -> Tensor:
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    _write(x, weight, eps, gain, bias, out)
+    _write(x, weight, eps, gain, bias, static_weight, out)
     return out
 
 
@@ -61,6 +67,7 @@ def _(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool = False,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -72,9 +79,10 @@ def _rms_linear_out(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool,
     out: Tensor,
 ) -> None:
-    _write(x, weight, eps, gain, bias, out)
+    _write(x, weight, eps, gain, bias, static_weight, out)
 
 
 @_rms_linear_out.register_fake
@@ -84,6 +92,7 @@ def _(
     eps: float,
     gain: Optional[Tensor],  # noqa: UP045
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool,
     out: Tensor,
 ) -> None:
     pass
@@ -101,7 +110,9 @@ def written_in_place(out: Tensor) -> Iterator[Tensor]:
     out.copy_(target.view(out.shape))
 
 
-def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+def _write(
+    x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, static_weight: bool, out: Tensor
+) -> None:
     """Flatten the leading axes, choose a way and run it."""
     if out.numel() == 0:
         return
@@ -110,4 +121,4 @@ def _write(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Ten
     bias = bias if bias is None else bias.contiguous()
     with written_in_place(out) as target:
         config = choose(problem_of(rows, weight, gain, target), x.device)
-        run(config, rows, weight, eps, gain, bias, target)
+        run(config, rows, weight, eps, gain, bias, target, static_weight=static_weight)

@@ -27,11 +27,14 @@ def run(
     bias: Tensor | None,
     out: Tensor,
     activation: str | None = None,
+    *,
+    static_weight: bool = False,
 ) -> None:
     """Write ((x ⊙ gain) Wᵀ)/RMS(x) + bias into `out`, or act(gate) ⊙ up of it where `activation` is given.
 
     `x`: (M, K), `weight`: (N, K), or (2N, K) with gate first, `out`: (M, N), rows contiguous. `gain` and `activation`
     must be None for the families that `dispatch.fits` refuses them to, and a gated form takes no `bias`.
+    `static_weight`: nothing that may still run writes the weight; the matrix-vector kernels use that.
     """
     match config:
         case Reference():
@@ -39,7 +42,7 @@ def run(
         case Gemv():
             from flashnorm.kernels.gemv import gemv
 
-            gemv(x, weight, eps, gain, bias, out, config)
+            gemv(x, weight, eps, gain, bias, out, config, static_weight=static_weight)
         case SplitK():
             from flashnorm.kernels.split_k import split_k
 
@@ -66,7 +69,7 @@ def run(
         case Streamed():
             from flashnorm.kernels.cuda.streamed import streamed
 
-            streamed(x, weight, eps, bias, out, config, activation=activation)
+            streamed(x, weight, eps, bias, out, config, activation=activation, static_weight=static_weight)
 
 
 def _reference(

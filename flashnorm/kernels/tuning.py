@@ -84,7 +84,7 @@ def fault(shape: Shape, config: Config) -> str:
     weight = torch.randn(shape.rows, shape.k, generator=generator, device="cuda").mul_(0.02).to(_DTYPE)
     guarded = torch.full((shape.m + 2, shape.n), float("nan"), device="cuda", dtype=_DTYPE)
     try:
-        run(config, x, weight, EPS, None, None, guarded[1:-1], shape.activation)
+        run(config, x, weight, EPS, None, None, guarded[1:-1], shape.activation, static_weight=True)
         torch.cuda.synchronize()
     except Exception as error:  # Triton raises its own types for a tile that does not fit; the reason is reported
         return f"{type(error).__name__}: {error}"
@@ -107,7 +107,8 @@ def _choose(shape: Shape, verdicts: dict[Config, str], device: torch.device) -> 
     out = [whole[:, : shape.n].contiguous() for whole in operands.out]
 
     def call(config: Config, index: int) -> None:
-        run(config, operands.x[index], operands.weight[index], EPS, None, None, out[index], shape.activation)
+        x, weight = operands.x[index], operands.weight[index]
+        run(config, x, weight, EPS, None, None, out[index], shape.activation, static_weight=True)
 
     right = [config for config, why in verdicts.items() if not why]
     if not right:

@@ -61,7 +61,7 @@ def test_compiles_into_one_graph():
 
 def test_registration_is_consistent():
     operands = cases.case(4, 64, 24, torch.float32)
-    arguments = (operands.x, operands.weight, cases.EPS, None, None)
+    arguments = (operands.x, operands.weight, cases.EPS, None, None, False)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.flashnorm.rms_linear.default, arguments, test_utils=checks)
     out = torch.empty(4, 24, device=cases.DEVICE)

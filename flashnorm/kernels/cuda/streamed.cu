@@ -12,7 +12,8 @@ struct Problem {
     long long w_stride;
     int N;
     float eps;
-    int prefetch;  // chunks asked into the L2 before the wait for the kernel before this one
+    int prefetch;      // chunks asked into the L2 before the wait for the kernel before this one
+    int static_weight;  // nothing that may still run writes W: the first chunks need not wait
 };
 
 constexpr int PARTS = GATED ? 2 : 1;  // rows of W for one output
@@ -45,9 +46,13 @@ __device__ __forceinline__ void produce(Shared& shared, const Problem& problem, 
         const Chunk chunk(problem, first, index);
         prefetch_bytes(chunk.from, chunk.bytes);
     }
-    wait_for_predecessor();
-    launch_dependents();
-    for (int index = 0; index < count; index++) {
+    const int unheld = problem.static_weight ? min(STAGES, count) : 0;  // chunks that need not wait
+    for (int index = 0;; index++) {
+        if (index == unheld) {
+            wait_for_predecessor();
+            launch_dependents();
+        }
+        if (index == count) return;
         const int slot = index % STAGES;
         const Chunk chunk(problem, first, index);
         barrier_wait(&shared.empty[slot], index / STAGES % 2 ^ 1);

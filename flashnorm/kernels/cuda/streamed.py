@@ -25,9 +25,12 @@ def streamed(
     config: Streamed,
     *,
     activation: str | None = None,
+    static_weight: bool = False,
 ) -> None:
     """Write (x Wᵀ)/RMS(x) + bias into `out`, or act(gate) ⊙ up of it where `activation` is given.
 
+    `static_weight`: nothing that may still run writes the weight, so its first bytes are read before the kernel before
+    this one has ended.
     `x`: (1, K), `weight`: (N, K), or (2N, K) with gate first, `out`: (1, N); bf16 or fp16, all addressable, and K a
     multiple of 8.
     """
@@ -39,8 +42,7 @@ def streamed(
         (
             struct.pack("QQQ", x.data_ptr(), weight.data_ptr(), out.data_ptr())
             + struct.pack("Qq", bias.data_ptr() if bias is not None else 0, weight.stride(0))
-            + struct.pack("ifi", N, eps, config.prefetch)
-            + bytes(4),
+            + struct.pack("ifii", N, eps, config.prefetch, static_weight),
         ),
         torch.cuda.current_stream(x.device).cuda_stream,
     )

@@ -7,7 +7,7 @@ import torch
 
 from flashnorm.kernels import rms_linear, rms_swiglu_linear
 from flashnorm.kernels.bounds import exceeds, expected_rms_linear, expected_rms_swiglu_linear
-from flashnorm.kernels.configs import Config, Streamed, TmaGemm
+from flashnorm.kernels.configs import Config, Gemv, Streamed, TmaGemm
 from flashnorm.kernels.dispatch import cuda_runs
 from flashnorm.kernels.run import run
 from tests.kernels import cases
@@ -57,6 +57,33 @@ def test_gemm_matches_fp64(m, k, n, config, dtype):
 @pytest.mark.parametrize(("k", "n"), [(8, 8), (576, 960), (2880, 1000), (4096, 6144), (28672, 264)])
 def test_streamed_matches_fp64(k, n, config, dtype):
     cases.assert_exact_enough(kernel(config), cases.case(1, k, n, dtype, bias=True, pad=8))
+
+
+@pytest.mark.parametrize(
+    "config", [Streamed(2048, 12, 8, 1, 0), Streamed(4096, 4, 8, 2), Gemv(2, 4096, 8), Gemv(2, 1024, 4)]
+)
+def test_static_weights_in_a_chain_of_early_launches(config):
+    """Each product is the next one's x, so that whoever reads x too early is seen."""
+    weights = [torch.randn(4096, 4096, device="cuda").mul_(0.02).bfloat16() for _ in range(8)]
+    start = torch.randn(1, 4096, device="cuda").bfloat16()
+    rows = [start, *(torch.empty_like(start) for _ in weights)]
+
+    def chain(*, alone: bool) -> None:
+        for x, weight, out in zip(rows, weights, rows[1:], strict=False):
+            run(config, x, weight, cases.EPS, None, None, out, static_weight=not alone)
+            if alone:
+                torch.cuda.synchronize()
+
+    chain(alone=True)
+    wanted = [row.clone() for row in rows]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(alone=False)
+    for _ in range(200):
+        for row in rows[1:]:
+            row.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(row, value) for row, value in zip(rows, wanted, strict=True))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
