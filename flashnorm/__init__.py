@@ -12,6 +12,7 @@ from flashnorm.version import __version__
 
 # Public name -> the module that defines it.
 _EXPORTS = {
+    "Acceleration": "flashnorm.runtime.report",
     "AuditReport": "flashnorm.sites.audit",
     "FoldReport": "flashnorm.sites.folding",
     "HashReport": "flashnorm.checkpoint.hashes",
@@ -19,6 +20,7 @@ _EXPORTS = {
     "LoraReport": "flashnorm.checkpoint.lora",
     "UnfoldReport": "flashnorm.checkpoint.unfold",
     "VerifyReport": "flashnorm.verify.report",
+    "accelerate": "flashnorm.runtime.accelerate",
     "audit": "flashnorm.sites.audit",
     "fold": "flashnorm.passes.fold",
     "fold_checkpoint": "flashnorm.checkpoint.fold",

@@ -1,0 +1,61 @@
+"""The two products of level one, without the checks that were made once, when the modules were replaced.
+
+In eager mode a registered operation costs more of the host's time than the kernel behind it takes, so the dispatcher is
+called directly; under `torch.compile` it is the registered operation, which is opaque to the compiler.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashnorm.errors import DeviceError, DtypeError
+from flashnorm.kernels import gated_ops, ops  # noqa: F401  (registers the operations)
+from flashnorm.kernels.dispatch import choose, problem_of
+from flashnorm.kernels.layout import row_contiguous
+from flashnorm.kernels.run import run
+
+
+def rms_product(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    """((x ⊙ gain) Wᵀ) / RMS(x) + bias, as `flashnorm.rms_linear`.
+
+    `x`: (..., K); `weight`: (N, K), contiguous; `gain`: (K,) in any floating-point dtype, so that 1 + w need not be
+    rounded; `bias`: (N,). Returns (..., N) in `x.dtype`. Raises `DtypeError` or `DeviceError` where x is not like the
+    weight.
+    """
+    if torch.compiler.is_compiling():
+        product: Tensor = torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias)
+        return product
+    return _run(x, weight, eps, gain, bias, None, weight.shape[0])
+
+
+def gated_product(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, activation: str) -> Tensor:
+    """act(gate) ⊙ up of the product above, as `flashnorm.kernels.rms_swiglu_linear`. `weight`: (2N, K), gate first."""
+    if torch.compiler.is_compiling():
+        product: Tensor = torch.ops.flashnorm.rms_swiglu_linear(x, weight, eps, gain, activation)
+        return product
+    return _run(x, weight, eps, gain, None, activation, weight.shape[0] // 2)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+    outputs: int,
+) -> Tensor:
+    if x.dtype is not weight.dtype:
+        raise DtypeError(f"the hidden states are {x.dtype} but the weights are {weight.dtype}; convert one of them")
+    if x.device != weight.device:
+        raise DeviceError(f"the hidden states are on {x.device} but the weights on {weight.device}; move one of them")
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():  # Triton launches on the current device
+        with torch.cuda.device(x.device):
+            return _run(x, weight, eps, gain, bias, activation, outputs)
+    out = x.new_empty((*x.shape[:-1], outputs))
+    if out.numel():
+        rows, target = row_contiguous(x.reshape(-1, x.shape[-1])), out.view(-1, outputs)
+        config = choose(problem_of(rows, weight, gain, target, activation=activation), x.device)
+        run(config, rows, weight, eps, gain, bias, target, activation)
+    return out

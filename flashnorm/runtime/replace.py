@@ -1,0 +1,91 @@
+"""Puts stand-ins in the place of a site's modules, and the modules back in theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flashnorm.runtime.merging import Group
+from flashnorm.runtime.modules import DeferredLinear, DeferredNorm, GatedMLP
+from flashnorm.runtime.planning import Plan, Product
+
+
+@dataclass
+class Swap:
+    """One module that stands in for another as a child of `parent`."""
+
+    parent: nn.Module
+    child: str
+    original: nn.Module
+    stand_in: nn.Module
+
+    def undo(self) -> None:
+        """Put the original back, with whatever parameters and children its stand-in has by now."""
+        self.original._parameters.update(self.stand_in._parameters)
+        self.original._modules.update(self.stand_in._modules)
+        self.original.training = self.stand_in.training
+        self.parent._modules[self.child] = self.original
+
+
+@dataclass
+class Replaced:
+    """Everything that was done to one site."""
+
+    plan: Plan
+    groups: list[Group]
+    swaps: list[Swap]
+    names: list[str]  # of the modules that were replaced
+
+    def undo(self) -> None:
+        """Restore the original modules, each parameter in memory of its own."""
+        for group in self.groups:
+            group.scatter()
+        for swap in reversed(self.swaps):
+            swap.undo()
+
+
+def replace(model: nn.Module, plan: Plan) -> Replaced:
+    """Replace the site's norm and its readers, in place."""
+    done = Replaced(plan, [], [], [])
+    norm = DeferredNorm(model.get_submodule(plan.norm))
+    _swap(model, plan.norm, norm, done)
+    for product in plan.products:
+        done.groups.append(_replace_product(model, plan, product, norm, done))
+    norm.groups = tuple(done.groups)
+    release_cached_memory(model)
+    return done
+
+
+def _replace_product(model: nn.Module, plan: Plan, product: Product, norm: DeferredNorm, done: Replaced) -> Group:
+    linears = []
+    for name in product.readers:
+        original = model.get_submodule(name)
+        assert isinstance(original, nn.Linear)
+        linears.append(DeferredLinear(original))
+        _swap(model, name, linears[-1], done)
+    group = Group(norm, plan.gain, plan.offset, plan.eps, linears)
+    for part, linear in enumerate(linears):
+        linear.join(group, part)
+    group.gather()
+    if product.gate is not None:
+        gate = product.gate
+        _swap(model, gate.mlp, GatedMLP(model.get_submodule(gate.mlp), group, gate.down, gate.activation), done)
+    return group
+
+
+def _swap(model: nn.Module, name: str, stand_in: nn.Module, done: Replaced) -> None:
+    path, _, child = name.rpartition(".")
+    parent = model.get_submodule(path)
+    original = parent._modules[child]
+    assert original is not None
+    parent._modules[child] = stand_in
+    done.swaps.append(Swap(parent, child, original, stand_in))
+    done.names.append(name)
+
+
+def release_cached_memory(model: nn.Module) -> None:
+    """Hand back what the unmerged weights lay in: rows of another size do not fit there, and it would add up."""
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        torch.cuda.empty_cache()
