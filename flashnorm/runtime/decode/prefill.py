@@ -1,0 +1,113 @@
+"""Many tokens of one sequence at once, through the deferred operations and the library's matmuls and attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashnorm.kernels import rms_linear, rms_swiglu_linear
+from flashnorm.kernels.reference import ACTIVATIONS as GATED_ACTIVATIONS
+from flashnorm.runtime.decode import reference
+from flashnorm.runtime.decode.cache import Cache
+from flashnorm.runtime.decode.packing import PackedLayer, Packing
+from flashnorm.runtime.decode.spec import Attention, Head, Linear, Mlp, Norm, Spec
+from flashnorm.runtime.decode.step import embed, wide
+
+CHUNK = 2048  # tokens at once: enough to fill a GPU, and a bound on the memory that a long prompt takes
+
+
+class Prefill:
+    """Fills a slot's cache with a prompt and gives the logits after it."""
+
+    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, chunk: int = CHUNK) -> None:
+        self._spec, self._packing, self._cache, self._chunk = spec, packing, cache, chunk
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, slot: int) -> Tensor:
+        """`ids`: (tokens,) int64 on the device, written to positions 0 … tokens - 1. Returns (vocabulary,) fp32."""
+        for start in range(0, len(ids), self._chunk):
+            x = self._forward(ids[start : start + self._chunk], slot, start)
+        return head_logits(x[-1:], self._spec.head)[0]
+
+    def _forward(self, ids: Tensor, slot: int, start: int) -> Tensor:
+        x = embed(self._spec, ids)
+        at = torch.arange(start, start + len(ids), device=ids.device)
+        caches = zip(self._cache.keys, self._cache.values, strict=True)
+        for layer, packed, (keys, values) in zip(self._spec.layers, self._packing.layers, caches, strict=True):
+            x = _attention(x, layer.attention, packed, keys[slot], values[slot], at, start)
+            x = _mlp(x, layer.mlp, packed)
+        return x
+
+
+def _attention(
+    x: Tensor, by: Attention, packed: PackedLayer, keys: Tensor, values: Tensor, at: Tensor, start: int
+) -> Tensor:
+    """`x`: (tokens, hidden); `keys`, `values`: (kv_heads, max_length, head_dim) of the slot."""
+    heads = normed_linear(x, by.norm, packed.qkv).unflatten(-1, (-1, by.head_dim))
+    q, k, v = heads.split((by.heads, by.kv_heads, by.kv_heads), dim=1)
+    q, k = (
+        reference.rotate(reference.norm(wide(part), norm)[None], by.rope, at[None])[0].to(x.dtype)
+        for part, norm in ((q, by.q_norm), (k, by.k_norm))
+    )
+    end = start + len(x)
+    keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
+    attended = attend(q, keys[:, :end], values[:, :end], by, at, start)
+    return _join(x, F.linear(attended, by.out.weight, by.out.bias), by)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, by: Attention, at: Tensor, start: int) -> Tensor:
+    """Attention of tokens at positions `at`: `q` (tokens, heads, head_dim); returns (tokens, heads · head_dim)."""
+    if by.softcap is not None:  # the library's attention has no cap
+        return reference.attend(wide(q)[None], keys[None], values[None], by, at[None])[0].to(q.dtype)
+    behind = at[:, None] - torch.arange(keys.shape[1], device=q.device)
+    whole = start == 0 and (by.window is None or by.window >= keys.shape[1])
+    mask = None if whole else (behind >= 0) & (behind < (by.window or keys.shape[1]))
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        mask,
+        is_causal=whole,
+        scale=by.scale,
+        enable_gqa=by.heads != by.kv_heads,
+    )
+    return out[0].transpose(0, 1).flatten(1)
+
+
+def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:
+    return _join(x, F.linear(activated(x, by, packed.up), by.down.weight, by.down.bias), by)
+
+
+def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:
+    """act(gate) ⊙ up, or act(up), from the packed linear `up`: (rows, inner) in x's dtype."""
+    deferred = by.norm is not None and by.norm.gain is None and up.bias is None
+    if by.gate is not None and deferred and by.activation in GATED_ACTIVATIONS:
+        assert by.norm is not None
+        return rms_swiglu_linear(x, up.weight, by.norm.eps, activation=by.activation)
+    products = wide(normed_linear(x, by.norm, up))
+    act = reference.ACTIVATIONS[by.activation]
+    if by.gate is None:
+        return act(products).to(x.dtype)
+    gate, value = products.chunk(2, -1)
+    return (act(gate) * value).to(x.dtype)
+
+
+def normed_linear(x: Tensor, norm: Norm | None, by: Linear) -> Tensor:
+    """norm(x) Wᵀ + b in x's dtype; with the norm deferred where its gain is folded into the weight."""
+    if norm is not None and norm.gain is None:
+        return rms_linear(x, by.weight, norm.eps, bias=by.bias)
+    # A gain that is still there is in fp32; rounding it to the model's dtype would change the model.
+    normed = reference.norm(wide(x), norm).to(x.dtype)
+    return F.linear(normed, by.weight, by.bias)
+
+
+def head_logits(x: Tensor, by: Head) -> Tensor:
+    """Logits (rows, vocabulary) fp32 of the last layer's output (rows, hidden), without an fp32 copy of the head."""
+    raw = normed_linear(x, by.norm, by.linear).float()
+    raw = raw if by.multiplier == 1 else raw * by.multiplier
+    return raw if by.softcap is None else by.softcap * torch.tanh(raw / by.softcap)
+
+
+def _join(x: Tensor, branch: Tensor, by: Attention | Mlp) -> Tensor:
+    return reference.join(wide(x), wide(branch), by).to(x.dtype)
