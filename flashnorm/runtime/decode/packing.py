@@ -48,6 +48,8 @@ def pack(spec: Spec) -> Packing:
         a, m = layer.attention, layer.mlp
         qkv = _join((a.q, a.k, a.v), moved)
         layers.append(PackedLayer(qkv, m.up if m.gate is None else _join((m.gate, m.up), moved)))
+    if moved and spec.device.type == "cuda":
+        torch.cuda.synchronize(spec.device)  # kernels read weights before they wait for the kernel in front
     return Packing(tuple(layers), tuple(moved))
 
 

@@ -84,7 +84,7 @@ def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:
     deferred = by.norm is not None and by.norm.gain is None and up.bias is None
     if by.gate is not None and deferred and by.activation in GATED_ACTIVATIONS:
         assert by.norm is not None
-        return rms_swiglu_linear(x, up.weight, by.norm.eps, activation=by.activation)
+        return rms_swiglu_linear(x, up.weight, by.norm.eps, activation=by.activation, static_weight=True)
     products = wide(normed_linear(x, by.norm, up))
     act = reference.ACTIVATIONS[by.activation]
     if by.gate is None:
@@ -96,7 +96,7 @@ def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:
 def normed_linear(x: Tensor, norm: Norm | None, by: Linear) -> Tensor:
     """norm(x) Wᵀ + b in x's dtype; with the norm deferred where its gain is folded into the weight."""
     if norm is not None and norm.gain is None:
-        return rms_linear(x, by.weight, norm.eps, bias=by.bias)
+        return rms_linear(x, by.weight, norm.eps, bias=by.bias, static_weight=True)
     # A gain that is still there is in fp32; rounding it to the model's dtype would change the model.
     normed = reference.norm(wide(x), norm).to(x.dtype)
     return F.linear(normed, by.weight, by.bias)

@@ -6,32 +6,18 @@ hidden), positions are (rows, tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashnorm.kernels.decode.reference import ACTIVATIONS, rms_norm
+from flashnorm.kernels.decode.reference import rotate as turn
 from flashnorm.runtime.decode.spec import Attention, Head, Linear, Mlp, Norm, Rope
-
-ACTIVATIONS: MappingProxyType[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "silu": F.silu,
-        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-        "gelu": F.gelu,
-        "relu": F.relu,
-        "relu2": lambda t: F.relu(t).square(),
-    }
-)
 
 
 def norm(x: Tensor, by: Norm | None) -> Tensor:
     """RMSNorm over the last axis; x itself where there is none."""
-    if by is None:
-        return x
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + by.eps)
-    return normed if by.gain is None else normed * by.gain.to(x.dtype)
+    return x if by is None else rms_norm(x, by.eps, by.gain)
 
 
 def linear(x: Tensor, by: Linear) -> Tensor:
@@ -43,15 +29,7 @@ def rotate(x: Tensor, rope: Rope | None, positions: Tensor) -> Tensor:
     if rope is None:
         return x
     cos, sin = (table[positions].to(x.dtype).unsqueeze(2) for table in (rope.cos, rope.sin))
-    half = cos.shape[-1]
-    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if rope.interleaved:
-        left, right = turning[..., ::2], turning[..., 1::2]
-    else:
-        left, right = turning[..., :half], turning[..., half:]
-    turned = left * cos - right * sin, right * cos + left * sin
-    joined = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
-    return torch.cat((joined, rest), -1)
+    return turn(x, cos, sin, interleaved=rope.interleaved)
 
 
 def project(x: Tensor, by: Attention, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

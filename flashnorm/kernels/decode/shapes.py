@@ -1,0 +1,31 @@
+"""What a layer's attention is, as its kernel and its reference take it; importable where Triton is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The static part of a layer's attention. `rotary`: half the rotated channels, 0 without rotation."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    rotary: int = 0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class QkNorm:
+    """Norms over each head's channels; `eps` None: no such norm. Gains: (head_dim,) fp32, None for one."""
+
+    q_eps: float | None = None
+    q_gain: Tensor | None = None
+    k_eps: float | None = None
+    k_gain: Tensor | None = None

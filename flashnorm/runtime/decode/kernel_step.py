@@ -1,0 +1,123 @@
+"""One step of some rows against the cache, through the decode kernels.
+
+One row: every weight is read by a matrix-vector kernel that does all that surrounds the product. Several rows: the
+deferred operations and the library's matmuls read every weight once for all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashnorm.kernels.decode.attention import decode_attention, splits_for
+from flashnorm.kernels.decode.join import join
+from flashnorm.kernels.decode.matvec import Surroundings, matvec, tile_for
+from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
+from flashnorm.runtime.decode.cache import Cache
+from flashnorm.runtime.decode.packing import PackedLayer, Packing
+from flashnorm.runtime.decode.prefill import activated, head_logits, normed_linear
+from flashnorm.runtime.decode.spec import Attention, Linear, Mlp, Norm, Spec
+from flashnorm.runtime.decode.step import embed
+
+
+class KernelStep:
+    """The same as `TorchStep`, on a device that Triton runs on; what it queues can be captured in a graph."""
+
+    def __init__(self, spec: Spec, packing: Packing, cache: Cache) -> None:
+        self._spec, self._packing, self._cache = spec, packing, cache
+
+    def __call__(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        x = embed(self._spec, tokens)
+        caches = zip(self._cache.keys, self._cache.values, strict=True)
+        for layer, packed, cache in zip(self._spec.layers, self._packing.layers, caches, strict=True):
+            x = _attention(x, layer.attention, packed, cache, slots, positions)
+            x = _mlp(x, layer.mlp, packed)
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        head = self._spec.head
+        if len(x) > 1:
+            return head_logits(x, head)
+        around = _after(head.norm, bias=head.linear.bias, multiplier=head.multiplier)
+        logits = _matvec(x, head.linear, head.linear.rows, around, dtype=torch.float32)
+        return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _attention(
+    x: Tensor, by: Attention, packed: PackedLayer, cache: tuple[Tensor, Tensor], slots: Tensor, positions: Tensor
+) -> Tensor:
+    if len(x) == 1:
+        qkv = _matvec(x, packed.qkv, packed.qkv.rows, _after(by.norm, bias=packed.qkv.bias))
+    else:
+        qkv = normed_linear(x, by.norm, packed.qkv)
+    attended = x.new_empty((len(x), by.heads * by.head_dim))
+    decode_attention(
+        qkv,
+        *cache,
+        slots,
+        positions,
+        None if by.rope is None else (by.rope.cos, by.rope.sin),
+        attended,
+        _shape(by),
+        _qk_norm(by),
+        splits=splits_for(len(x), by.kv_heads, cache[0].shape[2]),
+    )
+    return _output(x, attended, by.out, by)
+
+
+def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:
+    if len(x) > 1:
+        return _output(x, activated(x, by, packed.up), by.down, by)
+    around = _after(by.norm, bias=packed.up.bias, activation=by.activation, gated=by.gate is not None)
+    return _output(x, _matvec(x, packed.up, by.up.rows, around), by.down, by)
+
+
+def _output(x: Tensor, inner: Tensor, by: Linear, block: Attention | Mlp) -> Tensor:
+    """The residual stream after a block's last linear."""
+    if len(x) == 1 and block.post_norm is None:
+        return _matvec(inner, by, by.rows, Surroundings(bias=by.bias, multiplier=block.multiplier, residual=x))
+    branch = (
+        F.linear(inner, by.weight, by.bias) if len(x) > 1 else _matvec(inner, by, by.rows, Surroundings(bias=by.bias))
+    )
+    out = torch.empty_like(x)
+    join(branch, x, out, eps=_eps(block.post_norm), gain=_gain(block.post_norm), multiplier=block.multiplier)
+    return out
+
+
+def _matvec(x: Tensor, by: Linear, outputs: int, around: Surroundings, dtype: torch.dtype | None = None) -> Tensor:
+    out = x.new_empty((len(x), outputs), dtype=dtype or x.dtype)
+    matvec(x, by.weight, out, around, tile_for(outputs, x.shape[1], gated=around.gated))
+    return out
+
+
+def _after(norm: Norm | None, **others: Any) -> Surroundings:
+    """A product that reads a normed row, with what else surrounds it."""
+    return Surroundings(eps=_eps(norm), gain=_gain(norm), **others)
+
+
+def _eps(norm: Norm | None) -> float | None:
+    return None if norm is None else norm.eps
+
+
+def _gain(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.gain
+
+
+def _shape(by: Attention) -> AttentionShape:
+    return AttentionShape(
+        by.heads,
+        by.kv_heads,
+        by.head_dim,
+        by.scale,
+        by.softcap,
+        by.window,
+        0 if by.rope is None else by.rope.cos.shape[1],
+        by.rope is not None and by.rope.interleaved,
+    )
+
+
+def _qk_norm(by: Attention) -> QkNorm:
+    return QkNorm(_eps(by.q_norm), _gain(by.q_norm), _eps(by.k_norm), _gain(by.k_norm))

@@ -1,0 +1,66 @@
+"""Every decode kernel compiles for Hopper GPUs, in bf16 and with programmatic dependent launch, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels import cases
+
+cases.need_triton()
+
+# In a process of its own: in this one, kernels are interpreted.
+_SCRIPT = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from flashnorm.kernels.decode import attention, join, matvec
+
+HALF, WIDE, INDEX = "*bf16", "*fp32", "*i64"
+MATVEC = dict(HAS_GAIN=True, HAS_BIAS=True, PDL=True)
+ATTENTION = dict(KV_HEADS=2, GROUP=4, G=16, BLOCK=32, PRECISION="tf32", PDL=True)
+NORMS = dict(Q_NORM=True, Q_GAIN=True, K_NORM=True, K_GAIN=True)
+BARE = dict.fromkeys(NORMS, False)
+CASES = {
+    "qkv": (matvec._matvec_kernel, dict(K=2048, BLOCK_N=2, BLOCK_K=2048, NORM=True, ACTIVATION=-1, GATED=False,
+                                        HAS_RESIDUAL=False, **MATVEC)),
+    "gate_up": (matvec._matvec_kernel, dict(K=576, BLOCK_N=4, BLOCK_K=1024, NORM=True, ACTIVATION=0, GATED=True,
+                                            HAS_RESIDUAL=False, **MATVEC)),
+    "down": (matvec._matvec_kernel, dict(K=8192, BLOCK_N=2, BLOCK_K=2048, NORM=False, ACTIVATION=-1, GATED=False,
+                                         HAS_RESIDUAL=True, **MATVEC)),
+    "join": (join._join_kernel, dict(N=2304, BLOCK=4096, NORM=True, HAS_GAIN=True, PDL=True)),
+    "attention": (attention._attention_kernel, dict(HEAD_DIM=64, D=64, SPLITS=32, ROTARY=32, INTERLEAVED=False,
+                                                    WINDOWED=False, CAPPED=False, **BARE, **ATTENTION)),
+    "all": (attention._attention_kernel, dict(HEAD_DIM=256, D=256, SPLITS=1, ROTARY=96, INTERLEAVED=True,
+                                              WINDOWED=True, CAPPED=True, **NORMS, **ATTENTION)),
+    "combine": (attention._combine_kernel, dict(HEADS=8, HEAD_DIM=96, D=128, SPLITS=8, PDL=True)),
+}
+TYPES = dict.fromkeys(("x", "weight", "bias", "residual", "out", "qkv", "keys", "values"), HALF)
+TYPES |= dict.fromkeys(("gain", "cos", "sin", "q_gain", "k_gain", "partial", "statistics"), WIDE)
+TYPES |= dict.fromkeys(("slots", "positions"), INDEX)
+TYPES |= dict.fromkeys(("eps", "q_eps", "k_eps", "scale", "softcap", "multiplier"), "fp32")
+
+kernel, constants = CASES[sys.argv[1]]
+names = kernel.arg_names
+signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in names}
+attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+text = made.asm["ptx"]
+assert text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
+assert made.metadata.shared <= 227 * 1024
+print("compiled", len(made.asm["cubin"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["qkv", "gate_up", "down", "join", "attention", "all", "combine"])
+def test_compiles_and_waits_before_it_announces(name):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _SCRIPT, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("compiled")
