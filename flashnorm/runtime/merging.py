@@ -38,12 +38,18 @@ class Group:
         self.weight = self.bias = self.gain = None
         weights = [linear.get_parameter("weight") for linear in self.linears]
         biases = [linear._parameters["bias"] for linear in self.linears]
-        if any(w.device != weights[0].device or w.dtype != weights[0].dtype for w in weights):
-            return  # in the middle of a conversion; its last step comes here again
+        norm, first = self.norm.get_parameter(self.gain_name), weights[0]
+        together = all(w.device == first.device for w in (norm, *weights)) and all(
+            w.dtype == first.dtype for w in weights
+        )
+        if first.is_meta or not together:
+            return  # in the middle of a conversion, whose last step comes here again, or without memory
         with torch.inference_mode(False), torch.no_grad():
-            self.gain = _effective_gain(self.norm.get_parameter(self.gain_name), self.offset)
+            self.gain = _effective_gain(norm, self.offset)
             self.bias = None if biases[0] is None else _joined([b for b in biases if b is not None])
             self.weight = _joined(weights)
+            if self.weight.is_cuda:
+                torch.cuda.synchronize(self.weight.device)  # the kernels are told that the weight is static
         for tensor in (self.weight, self.bias, self.gain):
             if tensor is not None:
                 # Otherwise CUDA graphs of compiled models would copy it at every replay: it is no module's parameter.
@@ -57,8 +63,8 @@ class Group:
             self.gather()
         if self.weight is None:
             raise DeviceError(
-                "linears that share a product were moved or converted apart from each other; do the same to all of "
-                "them, or call model.unaccelerate() first"
+                "linears that share a product have no memory, or were moved or converted apart from each other; do the "
+                "same to all of them, or call model.unaccelerate() first"
             )
         return self.weight
 

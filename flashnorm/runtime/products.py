@@ -1,7 +1,8 @@
 """The two products of level one, without the checks that were made once, when the modules were replaced.
 
 In eager mode a registered operation costs more of the host's time than the kernel behind it takes, so the dispatcher is
-called directly; under `torch.compile` it is the registered operation, which is opaque to the compiler.
+called directly; under `torch.compile` it is the registered operation, which is opaque to the compiler. The weights are
+said to be static: what changes them (`merging`) waits until they are written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def rms_product(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias
     weight.
     """
     if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias)
+        product: Tensor = torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias, True)
         return product
     return _run(x, weight, eps, gain, bias, None, weight.shape[0])
 
@@ -32,7 +33,7 @@ def rms_product(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias
 def gated_product(x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, activation: str) -> Tensor:
     """act(gate) ⊙ up of the product above, as `flashnorm.kernels.rms_swiglu_linear`. `weight`: (2N, K), gate first."""
     if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.flashnorm.rms_swiglu_linear(x, weight, eps, gain, activation)
+        product: Tensor = torch.ops.flashnorm.rms_swiglu_linear(x, weight, eps, gain, activation, True)
         return product
     return _run(x, weight, eps, gain, None, activation, weight.shape[0] // 2)
 
@@ -57,5 +58,5 @@ def _run(
     if out.numel():
         rows, target = row_contiguous(x.reshape(-1, x.shape[-1])), out.view(-1, outputs)
         config = choose(problem_of(rows, weight, gain, target, activation=activation), x.device)
-        run(config, rows, weight, eps, gain, bias, target, activation)
+        run(config, rows, weight, eps, gain, bias, target, activation, static_weight=True)
     return out

@@ -54,7 +54,7 @@ class Acceleration:
             table.add_row(str(count), Text(first.norm), Text("\n".join(first.products)), Text(first.reason))
         page = io.StringIO()
         Console(file=page, width=_WIDTH, color_system=None).print(table)
-        return page.getvalue().rstrip()
+        return "\n".join(map(str.rstrip, page.getvalue().splitlines()))
 
 
 def _alike(sites: Iterable[SiteReport]) -> list[tuple[SiteReport, int]]:
