@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm.errors import DeviceError, KernelError
+from flashnorm.runtime.products import Chosen
 
 
 class Group:
@@ -32,10 +33,12 @@ class Group:
         self.weight: Tensor | None = None  # all rows; None while the members differ, or after copying
         self.bias: Tensor | None = None
         self.gain: Tensor | None = None
+        self.chosen: Chosen = {}
 
     def gather(self) -> None:
         """Bring product and parameters in line, after the memory or the values of a parameter have changed."""
         self.weight = self.bias = self.gain = None
+        self.chosen = {}
         weights = [linear.get_parameter("weight") for linear in self.linears]
         biases = [linear._parameters["bias"] for linear in self.linears]
         norm, first = self.norm.get_parameter(self.gain_name), weights[0]
@@ -78,7 +81,7 @@ class Group:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the parameters alone; the product is gathered again at their first call."""
-        return {**self.__dict__, "weight": None, "bias": None, "gain": None}
+        return {**self.__dict__, "weight": None, "bias": None, "gain": None, "chosen": {}}
 
 
 def _effective_gain(weight: Tensor, offset: float) -> Tensor | None:

@@ -121,7 +121,7 @@ class GatedMLP(_StandIn):
         weight = group.weight
         if weight is None:
             weight = group.require()
-        return gated_product(x, weight, group.eps, group.gain, self.fused_activation)
+        return gated_product(x, weight, group.eps, group.gain, self.fused_activation, group.chosen)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """The original's own down projection."""
@@ -136,4 +136,4 @@ def _product(x: Tensor, group: Group) -> Tensor:
     weight = group.weight
     if weight is None:
         weight = group.require()
-    return rms_product(x, weight, group.eps, group.gain, group.bias)
+    return rms_product(x, weight, group.eps, group.gain, group.bias, group.chosen)

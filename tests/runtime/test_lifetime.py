@@ -90,6 +90,22 @@ def test_one_graph_without_breaks(model, mode):
         assert torch.equal(compiled(prompt()).logits, model(prompt()).logits)
 
 
+def test_running_eagerly_in_between_compiles_nothing_again(model):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        first = compiled(prompt()).logits
+        model(prompt()), model(prompt(9))
+        assert torch.equal(compiled(prompt()).logits, first)
+    assert len(seen) == 1
+
+
 def test_a_copy_that_was_never_run_says_so_when_it_is_compiled(model):
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="run a copied or converted accelerated model once"), torch.no_grad():
