@@ -39,17 +39,21 @@ class Runner:
         self._pool: Any = None  # all graphs' intermediates share it: they run one after the other
 
     def run(self, active: tuple[int, ...], *, greedy: bool) -> tuple[Tensor, Tensor]:
-        """One step of the given slots: logits (rows, vocabulary) fp32 and the next tokens (rows,), the caller's own."""
+        """One step of the given slots: logits (rows, vocabulary) fp32 and the next tokens (rows,).
+
+        Both are good until the next step, which may write where they lie.
+        """
         bucket = bucket_of(len(active))
         if self._capture and (bucket, greedy) not in self._captured:
             self._captured[bucket, greedy] = self._record(bucket, greedy)
         rows = self._fill(bucket, active)
-        if not self._capture:
+        if self._capture:
+            captured = self._captured[bucket, greedy]
+            captured.graph.replay()
+            logits, tokens = captured.logits, captured.tokens
+        else:
             logits, tokens = self._state.step(self._step, rows, greedy=greedy)
-            return logits[: len(active)], tokens[: len(active)]
-        captured = self._captured[bucket, greedy]
-        captured.graph.replay()
-        return captured.logits[: len(active)].clone(), captured.tokens[: len(active)].clone()
+        return logits[: len(active)], tokens[: len(active)]
 
     def close(self) -> None:
         """Drop the graphs and their memory."""

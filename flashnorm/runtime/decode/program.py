@@ -102,11 +102,11 @@ class Program:
         given = torch.tensor(list(tokens.values()), dtype=torch.int64)
         self._in_vocabulary(given)
         self._state.choose_instead(active, given)
-        return self._step(active)[0]
+        return self._step(active)[0].clone()
 
     @torch.no_grad()
     def advance(self, active: Sequence[int]) -> Tensor:
-        return self._step(self._growing(tuple(active)))[1]
+        return self._step(self._growing(tuple(active)))[1].clone()
 
     def chosen(self, slots: Sequence[int]) -> Tensor:
         for slot in slots:

@@ -32,7 +32,7 @@ def read_spec(model: nn.Module, *, max_length: int) -> Spec:
 
     def read(run: LayerRun, seen: Surroundings) -> None:
         if not positions:
-            positions.append(Positions(seen, max_length))
+            positions.append(Positions(seen, max(max_length, _TOKENS)))
         found = read_layer(run, positions[0])
         prove_layer(found, run)
         layers.append(found.layer)

@@ -110,7 +110,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Spec:
-    """A whole model. `max_length`: for how many positions it was read; the rotary tables reach no further."""
+    """A whole model. `max_length`: for how many positions it was read."""
 
     embedding: Tensor  # (vocabulary, hidden)
     multiplier: float

@@ -58,6 +58,12 @@ def test_what_was_found():
     assert read_spec(tiny("qwen2"), max_length=LENGTH).layers[0].attention.k.bias is not None
 
 
+def test_a_length_below_the_probes():
+    spec = read_spec(tiny("mistral"), max_length=5)
+    assert spec.max_length == 5
+    assert spec.layers[0].attention.window == 8
+
+
 def test_weights_are_the_models_own():
     model = tiny("phi3")
     spec = read_spec(model, max_length=LENGTH)

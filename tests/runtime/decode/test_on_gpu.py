@@ -1,0 +1,141 @@
+"""Captured steps on a GPU. What they compute is tested on the CPU, through plain torch and Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from flashnorm.runtime.decode.program import Program
+from flashnorm.runtime.decode.reading import read_spec
+from flashnorm.runtime.decode.sampling import Sampling
+from tests.runtime.decode.models import SUPPORTED, scattered, tiny, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+LENGTH, PROMPT, ROWS = 600, 300, 5
+
+
+def medium() -> nn.Module:
+    """Four layers as wide as a model of a billion parameters, in bf16."""
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+    )
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return medium()
+
+
+def filled(model: nn.Module, sampling: Sampling = Sampling(), **options: object) -> Program:  # noqa: B008
+    program = Program(read_spec(model, max_length=LENGTH), **{"slots": ROWS, **options})
+    for slot in range(ROWS):
+        program.prefill(slot, [t % 100 for t in tokens(PROMPT - 50 * slot, seed=slot)], sampling)
+    return program
+
+
+def joining_and_leaving() -> Iterator[tuple[int, ...]]:
+    for _ in range(8):
+        yield from [(0,), (3, 1), (4, 0, 2), (0, 1, 2, 3, 4), (2,)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3)])
+def test_replay_equals_eager_bitwise(model, sampling):
+    eager, captured = (filled(model, sampling, graphs=graphs) for graphs in (False, True))
+    for active in joining_and_leaving():
+        assert torch.equal(eager.advance(active), captured.advance(active))
+        given = {slot: 7 + slot for slot in active}
+        assert torch.equal(eager.decode(given), captured.decode(given))
+
+
+def test_a_thousand_replays_are_the_same(model):
+    program = filled(model)
+    state = program._state
+    program.advance((0, 1, 2))
+    kept = state.lengths.clone(), state.chosen.clone()
+    first = None
+    for _ in range(1000):
+        state.lengths.copy_(kept[0])
+        state.chosen.copy_(kept[1])
+        logits, following = program._runner.run((0, 1, 2), greedy=True)
+        first = (logits.clone(), following.clone()) if first is None else first
+        assert torch.equal(logits, first[0])
+        assert torch.equal(following, first[1])
+
+
+@torch.no_grad()
+def _uncached(model: nn.Module, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids], device="cuda"), use_cache=False).logits[0].float()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cached_logits_are_not_farther_from_fp32_than_stocks(name, rows):
+    """Every step of 76: bf16 program and bf16 stock model against the fp32 model of the same values."""
+    half = tiny(name, torch.bfloat16).cuda()
+    exact = tiny(name).cuda()
+    exact.load_state_dict({k: v.float() for k, v in half.state_dict().items()})
+    ids = tokens(96)
+    expected, stock = _uncached(exact, ids), _uncached(half, ids)
+    program = Program(read_spec(half, max_length=96), slots=rows)
+    for slot in range(rows):
+        program.prefill(slot, ids[:20])
+    mine = torch.stack([program.decode(dict.fromkeys(range(rows), ids[at]))[-1] for at in range(20, 96)])
+    assert (mine - expected[20:]).norm() <= 1.05 * (stock[20:] - expected[20:]).norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_fp32_steps_agree_with_stock_at_every_step(name):
+    """Exact enough to find a step that reads the previous step's buffer: matmuls in fp32, without TF32."""
+    model, ids = tiny(name).cuda(), tokens(96)
+    expected = _uncached(model, ids)
+    program = Program(read_spec(model, max_length=96), slots=2)
+    program.prefill(1, ids[:20])
+    for at in range(20, 96):
+        logits = program.decode({1: ids[at]})[0]
+        assert (logits - expected[at]).norm() <= 2e-5 * expected[at].norm()
+
+
+def test_a_second_program_and_a_swept_allocator_disturb_nothing(model):
+    alone = [program_tokens(filled(model))]
+    first, second = filled(model), Program(read_spec(scattered(transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=101,
+    )).cuda(), max_length=LENGTH), slots=1)  # fmt: skip
+    second.prefill(0, tokens(9))
+    taken = []
+    for step in range(40):
+        taken.append(first.advance((0, 1, 2)))
+        second.advance((0,))
+        junk = [torch.full((1 << (10 + step % 12),), float("nan"), device="cuda") for _ in range(4)]
+        del junk[::2]
+        torch.cuda.empty_cache()
+    assert torch.equal(torch.stack(taken), alone[0])
+
+
+def program_tokens(program: Program) -> torch.Tensor:
+    return torch.stack([program.advance((0, 1, 2)) for _ in range(40)])
+
+
+def test_memory_is_the_cache_and_little_else(model):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    program = filled(model)
+    for active in joining_and_leaving():
+        program.advance(active)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= program.cache.nbytes + 300 * 2**20
