@@ -162,8 +162,8 @@ def _check_fit(model: Any, ids: torch.Tensor, max_new_tokens: int) -> None:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and ids.shape[1] + max_new_tokens > most:
         raise Refusal(
-            f"the prompt has {counted(ids.shape[1], 'token')} and --max-new-tokens is {max_new_tokens}, but the model is made for "
-            f"{most} in all; shorten the prompt, or ask for fewer"
+            f"the prompt has {counted(ids.shape[1], 'token')} and --max-new-tokens is {max_new_tokens}, but the model "
+            f"is made for {most} in all; shorten the prompt, or ask for fewer"
         )
 
 
