@@ -23,7 +23,6 @@ class Prefill:
     def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, chunk: int = CHUNK) -> None:
         self._spec, self._packing, self._cache, self._chunk = spec, packing, cache, chunk
 
-    @torch.no_grad()
     def __call__(self, ids: Tensor, slot: int) -> Tensor:
         """`ids`: (tokens,) int64 on the device, written to positions 0 … tokens - 1. Returns (vocabulary,) fp32."""
         for start in range(0, len(ids), self._chunk):

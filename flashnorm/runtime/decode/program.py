@@ -14,6 +14,7 @@ from torch import Tensor
 from flashnorm.errors import CapacityError, Refusal
 from flashnorm.runtime.decode.cache import Cache, allocate
 from flashnorm.runtime.decode.graphs import Runner
+from flashnorm.runtime.decode.guard import running_on
 from flashnorm.runtime.decode.packing import Packing, pack
 from flashnorm.runtime.decode.prefill import CHUNK, Prefill
 from flashnorm.runtime.decode.sampling import Sampling, SamplingTable
@@ -54,15 +55,21 @@ class Program:
             )
         on_gpu = spec.device.type == "cuda"
         kernels = on_gpu if kernels is None else kernels
-        # One slot more than is offered: rows that fill a bucket up run in it, and nobody reads it.
-        self.cache: Cache = allocate(spec, slots + 1, max_length)
         self._spec, self._max_length = spec, max_length
-        self._packing: Packing = pack(spec)
         self._lengths: list[int | None] = [None] * slots  # None: free
         self._settings = [_GREEDY] * slots
-        self._state = State(slots, spec.device, SamplingTable(slots + 1, spec.vocabulary, spec.device))
-        self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk)
         capture = on_gpu and kernels if graphs is None else graphs
+        with running_on(spec.device):
+            self._prepare(kernels, capture, chunk)
+
+    def _prepare(self, kernels: bool, capture: bool, chunk: int) -> None:
+        spec, slots = self._spec, self.slots
+        # One slot more than is offered: rows that fill a bucket up run in it, and nobody reads it.
+        self.cache: Cache = allocate(spec, slots + 1, self._max_length)
+        self._packing: Packing = pack(spec)
+        table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
+        self._state = State(slots, spec.device, table, kernels=kernels)
+        self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk)
         self._runner = Runner(self._make_step(kernels), self._state, capture=capture)
 
     @property
@@ -79,7 +86,6 @@ class Program:
     def length(self, slot: int) -> int:
         return self._used(slot)
 
-    @torch.no_grad()
     def prefill(self, slot: int, ids: Sequence[int] | Tensor, sampling: Sampling = _GREEDY) -> Tensor:
         self._exists(slot)
         if self._lengths[slot] is not None:
@@ -90,28 +96,30 @@ class Program:
                 f"a prompt of shape {tuple(tokens.shape)}; it must be one row of 1 to {self._max_length} tokens"
             )
         self._in_vocabulary(tokens)
-        tokens = tokens.to(self._spec.device)
-        logits = self._prefill(tokens, slot)
+        with running_on(self._spec.device):
+            tokens = tokens.to(self._spec.device)
+            logits = self._prefill(tokens, slot)
+            self._state.start(slot, tokens, logits, sampling)
         self._lengths[slot], self._settings[slot] = len(tokens), sampling
-        self._state.start(slot, tokens, logits, sampling)
         return logits
 
-    @torch.no_grad()
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         active = self._growing(tuple(tokens))
         given = torch.tensor(list(tokens.values()), dtype=torch.int64)
         self._in_vocabulary(given)
-        self._state.choose_instead(active, given)
-        return self._step(active)[0].clone()
+        with running_on(self._spec.device):
+            self._state.choose_instead(active, given)
+            return self._step(active)[0].clone()
 
-    @torch.no_grad()
     def advance(self, active: Sequence[int]) -> Tensor:
-        return self._step(self._growing(tuple(active)))[1].clone()
+        with running_on(self._spec.device):
+            return self._step(self._growing(tuple(active)))[1].clone()
 
     def chosen(self, slots: Sequence[int]) -> Tensor:
         for slot in slots:
             self._used(slot)
-        return self._state.chosen[list(slots)]
+        with running_on(self._spec.device):
+            return self._state.chosen[list(slots)]
 
     def free(self, slot: int) -> None:
         self._used(slot)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm.errors import Unsupported
+from flashnorm.runtime.decode.guard import running_on
 from flashnorm.runtime.decode.layer_reading import read_layer
 from flashnorm.runtime.decode.locating import device_of
 from flashnorm.runtime.decode.matching import likeness, linear_part, linears, multiplier, same
@@ -37,7 +38,7 @@ def read_spec(model: nn.Module, *, max_length: int) -> Spec:
         prove_layer(found, run)
         layers.append(found.layer)
 
-    with torch.no_grad():
+    with running_on(device):
         replica = Replica(model, read)
         ids = _probe_tokens(replica.module, device)
         logits = replica.run(ids)

@@ -12,8 +12,10 @@ from flashnorm.runtime.decode.step import Step
 class State:
     """`lengths` and `chosen`: (slots + 1,) int64; the last entry belongs to the rows that fill a bucket up."""
 
-    def __init__(self, slots: int, device: torch.device, table: SamplingTable) -> None:
+    def __init__(self, slots: int, device: torch.device, table: SamplingTable, *, kernels: bool = False) -> None:
+        """`kernels`: end greedy steps through a kernel."""
         self.spare = slots
+        self._kernels = kernels
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._table = table
@@ -37,6 +39,8 @@ class State:
         """
         tokens, positions = self.chosen[slots], self.lengths[slots]
         logits = step(tokens, slots, positions)
+        if greedy and self._kernels:
+            return logits, self._settled(logits, slots, positions)
         if not greedy:
             self._table.seen[slots, tokens] = True
         following = self._next(logits, slots, positions + 1, greedy=greedy)
@@ -44,6 +48,13 @@ class State:
         self.lengths[slots] = positions + 1
         self.lengths[self.spare :].zero_()
         return logits, following
+
+    def _settled(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        from flashnorm.kernels.decode.settle import settle
+
+        following = torch.empty_like(slots)
+        settle(logits, slots, positions, self.chosen, self.lengths, following, spare=self.spare)
+        return following
 
     def _next(self, logits: Tensor, slots: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
         return logits.argmax(-1) if greedy else self._table.choose(logits, slots, positions)

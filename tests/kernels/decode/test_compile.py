@@ -18,7 +18,7 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flashnorm.kernels.decode import attention, join, matvec
+from flashnorm.kernels.decode import attention, join, matvec, settle
 
 HALF, WIDE, INDEX = "*bf16", "*fp32", "*i64"
 MATVEC = dict(HAS_GAIN=True, HAS_BIAS=True, PDL=True)
@@ -37,11 +37,13 @@ CASES = {
                                                     WINDOWED=False, CAPPED=False, **BARE, **ATTENTION)),
     "all": (attention._attention_kernel, dict(HEAD_DIM=256, D=256, SPLITS=1, ROTARY=96, INTERLEAVED=True,
                                               WINDOWED=True, CAPPED=True, **NORMS, **ATTENTION)),
+    "likeliest": (settle._likeliest_kernel, dict(SHARE=4096, BLOCK=1024, PARTS=32, PDL=True)),
+    "settle": (settle._settle_kernel, dict(PARTS=32, PDL=True)),
     "combine": (attention._combine_kernel, dict(HEADS=8, HEAD_DIM=96, D=128, SPLITS=8, PDL=True)),
 }
 TYPES = dict.fromkeys(("x", "weight", "bias", "residual", "out", "qkv", "keys", "values"), HALF)
-TYPES |= dict.fromkeys(("gain", "cos", "sin", "q_gain", "k_gain", "partial", "statistics"), WIDE)
-TYPES |= dict.fromkeys(("slots", "positions"), INDEX)
+TYPES |= dict.fromkeys(("gain", "cos", "sin", "q_gain", "k_gain", "partial", "statistics", "logits", "highs"), WIDE)
+TYPES |= dict.fromkeys(("slots", "positions", "indices", "chosen", "lengths", "following"), INDEX)
 TYPES |= dict.fromkeys(("eps", "q_eps", "k_eps", "scale", "softcap", "multiplier"), "fp32")
 
 kernel, constants = CASES[sys.argv[1]]
@@ -57,7 +59,9 @@ print("compiled", len(made.asm["cubin"]))
 """
 
 
-@pytest.mark.parametrize("name", ["qkv", "gate_up", "down", "join", "attention", "all", "combine"])
+@pytest.mark.parametrize(
+    "name", ["qkv", "gate_up", "down", "join", "attention", "all", "combine", "likeliest", "settle"]
+)
 def test_compiles_and_waits_before_it_announces(name):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", _SCRIPT, name]

@@ -171,6 +171,25 @@ def test_half_precision_follows_fp32():
     assert (mine - expected[PROMPT:]).norm() <= 1.05 * (stock[PROMPT:] - expected[PROMPT:]).norm()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_and_gradients_may_come_and_go(first):
+    ids = tokens(12)
+    model = tiny("llama")
+    expected = uncached(model, ids)
+    with torch.inference_mode(first):
+        program = program_of(model)
+        program.prefill(0, ids[:5])
+        program.decode({0: ids[5]})
+    for at in range(6, 12):
+        with torch.inference_mode(at % 2 == first):
+            logits = program.decode({0: ids[at]})[0]
+            assert_close(logits, expected[at])
+            assert not logits.requires_grad
+            program.advance((0,))
+        program.free(0)
+        program.prefill(0, ids[: at + 1])
+
+
 def test_capacity_is_refused_with_nothing_changed():
     program = program_of(tiny("llama"), slots=2, max_length=12)
     assert (program.slots, program.max_length, program.free_slots()) == (2, 12, (0, 1))
