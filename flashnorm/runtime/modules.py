@@ -113,18 +113,11 @@ class GatedMLP(_StandIn):
         self.fused_group, self.fused_down, self.fused_activation = group, down, activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.finish(self.hidden(x))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """act(gate) ⊙ up, of x before the norm."""
         group = self.fused_group
         weight = group.weight
         if weight is None:
             weight = group.require()
-        return gated_product(x, weight, group.eps, group.gain, self.fused_activation, group.chosen)
-
-    def finish(self, hidden: Tensor) -> Tensor:
-        """The original's own down projection."""
+        hidden = gated_product(x, weight, group.eps, group.gain, self.fused_activation, group.chosen)
         out: Tensor = self._modules[self.fused_down](hidden)  # type: ignore[misc]
         return out
 

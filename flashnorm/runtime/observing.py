@@ -82,7 +82,8 @@ def _generation(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if ids is not None and "attention_mask" in inspect.signature(model.forward).parameters:
         prompt.setdefault("attention_mask", torch.ones_like(ids))
     tokens = {"min_new_tokens": _NEW_TOKENS, "max_new_tokens": _NEW_TOKENS, "pad_token_id": 0}
-    return prompt | tokens | {"do_sample": False}
+    # Without compiling, which a static cache of the model's own choice would bring: the hooks are to see real tensors.
+    return prompt | tokens | {"do_sample": False, "disable_compile": True}
 
 
 def _failure(model: nn.Module, probe: Probe) -> Exception | None:
