@@ -4,11 +4,11 @@ With PDL a kernel starts while the kernel before it still runs. The rule, which 
 
     a kernel announces its dependents (`gdc_launch_dependents`) only after its own wait (`gdc_wait`).
 
-So when a kernel starts, everything before its predecessor is complete and visible. It may read all that its
-predecessor does not write, at once; what its predecessor writes, only after the wait. The first kernel of an operation
-knows nothing about its predecessor, so it waits before it reads anything: weights too may have just been written, unless
-the caller promises that they are static.
-Bringing lines into the L2 cache is allowed before the wait, because the L2 is where writes become visible.
+So when a kernel starts, everything before its predecessor is complete and visible. It may read all that its predecessor
+does not write, at once; what its predecessor writes, only after the wait. The first kernel of an operation knows
+nothing about its predecessor, so it waits before it reads anything: weights too may have just been written, unless its
+caller promises that they are static. Bringing lines into the L2 cache is allowed before the wait, because the L2 is
+where writes become visible.
 """
 
 from __future__ import annotations
