@@ -57,10 +57,13 @@ def likeness(left: Tensor, right: Tensor) -> float:
 def multiplier(moved: Tensor, by: Tensor) -> float:
     """The m of moved = m · by: of all numbers that rounding cannot tell apart, the one with the fewest digits.
 
-    Least squares finds m with a standard error of |moved - m · by| / (√n |by|), over the n elements.
+    Least squares finds m with a standard error of |moved - m · by| / (√n |by|), over the n elements. Where `by` is zero
+    every m is as good as 1.
     """
     moved, by = moved.double().flatten(), by.double().flatten()
-    length = by.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    length = by.norm()
+    if length == 0:
+        return 1.0
     m = float(moved @ by / length.square())
     error = 8 * float((moved - m * by).norm() / length) / len(by) ** 0.5 + torch.finfo(torch.float32).eps * abs(m)
     stated = (float(f"{m:.{digits}g}") for digits in range(1, 10))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from flashnorm.errors import Unsupported
 from flashnorm.runtime.decode.replica import Call, LayerRun
 from flashnorm.runtime.decode.spec import Norm
-from flashnorm.sites.probing import is_candidate, probe
+from flashnorm.sites.probe_cache import ProbeCache
+from flashnorm.sites.probing import is_candidate
 
 
 def norms(calls: Iterable[Call]) -> list[Call]:
@@ -20,12 +21,12 @@ def norms(calls: Iterable[Call]) -> list[Call]:
 
 def norm_of(run: LayerRun, call: Call) -> Norm:
     """What the norm of a recorded call computes. Raises `Unsupported`, naming it, unless it is an RMSNorm."""
-    return read_norm(call, run.layer.get_submodule(call.name), f"layer {run.index}")
+    return read_norm(call, run.layer.get_submodule(call.name), f"layer {run.index}", run.probes)
 
 
-def read_norm(call: Call, module: nn.Module, where: str) -> Norm:
+def read_norm(call: Call, module: nn.Module, where: str, probes: ProbeCache) -> Norm:
     """`module`: the model's own, whose gain is read; `call`: one call of its fp32 copy."""
-    found = probe(call.module, call.args, call.kwargs)
+    found = probes.probe(call.module, call.args, call.kwargs)
     name = call.name.rpartition(".")[2]
     if found is None or found.irregular:
         raise Unsupported(f"{where}: {name} is no norm that could be read{f': {found.irregular}' if found else ''}")

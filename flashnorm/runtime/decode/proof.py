@@ -16,7 +16,7 @@ from flashnorm.errors import Unsupported
 from flashnorm.runtime.decode import reference
 from flashnorm.runtime.decode.layer_reading import ReadLayer
 from flashnorm.runtime.decode.replica import LayerRun, Surroundings
-from flashnorm.runtime.decode.spec import Spec
+from flashnorm.runtime.decode.spec import Layer, Spec
 
 # Two fp32 evaluations that add in different orders have independent errors of like size; see `kernels.bounds`.
 _CONFIDENCE = 8.0
@@ -30,6 +30,16 @@ def prove_layer(found: ReadLayer, run: LayerRun) -> None:
     _prove(place, run.input, found.middle, lambda x: reference.attention_block(x, attention, at))
     place = f"layer {run.index}: its MLP"
     _prove(place, found.middle, run.output, lambda x: reference.mlp_block(x, mlp))
+
+
+def prove_far(layer: Layer, run: LayerRun, start: int) -> None:
+    """As `prove_layer`, for the whole layer and a run whose tokens stand at positions from `start` on."""
+    at = torch.arange(run.input.shape[1], device=run.input.device).expand(run.input.shape[:2])
+
+    def compute(x: Tensor) -> Tensor:
+        return reference.mlp_block(reference.attention_block(x, layer.attention, at, start=start), layer.mlp)
+
+    _prove(f"layer {run.index} at positions from {start}", run.input, run.output, compute)
 
 
 def prove_ends(spec: Spec, ids: Tensor, seen: Surroundings, logits: Tensor) -> None:

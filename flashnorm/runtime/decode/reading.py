@@ -12,7 +12,7 @@ from flashnorm.runtime.decode.locating import device_of
 from flashnorm.runtime.decode.matching import likeness, linear_part, linears, multiplier, same
 from flashnorm.runtime.decode.norm_reading import norms, read_norm
 from flashnorm.runtime.decode.positions import Positions
-from flashnorm.runtime.decode.proof import prove_ends, prove_layer
+from flashnorm.runtime.decode.proof import prove_ends, prove_far, prove_layer
 from flashnorm.runtime.decode.replica import Call, LayerRun, Replica, Surroundings
 from flashnorm.runtime.decode.spec import Head, Layer, Spec, linears_of
 
@@ -39,12 +39,15 @@ def read_spec(model: nn.Module, *, max_length: int) -> Spec:
         layers.append(found.layer)
 
     with running_on(device):
-        replica = Replica(model, read)
+        replica = Replica(model)
         ids = _probe_tokens(replica.module, device)
-        logits = replica.run(ids)
+        logits = replica.run(ids, read)
         spec = _with_ends(model, replica, ids, tuple(layers), max_length)
         prove_ends(spec, ids, replica.seen, logits)
         _refuse_mixed(spec)
+        far = max(max_length, _TOKENS) - _TOKENS  # what depends on the position may show at the last ones only
+        if far:
+            replica.run(ids, lambda run, _seen: prove_far(layers[run.index], run, far), start=far)
     return spec
 
 
@@ -74,7 +77,9 @@ def _with_ends(model: nn.Module, replica: Replica, ids: Tensor, layers: tuple[La
         raise Unsupported("its first layer reads more than the embedding of the token (such as learned positions)")
     head_call = _head_call(seen)
     norm_call = next((c for c in norms(seen.calls) if same(c.output, head_call.input)), None)  # type: ignore[arg-type]
-    norm = None if norm_call is None else read_norm(norm_call, model.get_submodule(norm_call.name), "final norm")
+    norm = None
+    if norm_call is not None:
+        norm = read_norm(norm_call, model.get_submodule(norm_call.name), "final norm", replica.probes)
     own_head = model.get_submodule(head_call.name)
     assert isinstance(own_head, nn.Linear)
     slope, cap = _after_head(replica, head_call.name, ids)

@@ -63,9 +63,9 @@ def join(x: Tensor, branch: Tensor, by: Attention | Mlp) -> Tensor:
     return x + by.multiplier * norm(branch, by.post_norm)
 
 
-def attention_block(x: Tensor, by: Attention, positions: Tensor) -> Tensor:
-    """One whole attention sublayer over a sequence that starts at position 0, without a cache."""
-    q, k, v = project(x, by, positions)
+def attention_block(x: Tensor, by: Attention, positions: Tensor, *, start: int = 0) -> Tensor:
+    """One whole attention sublayer over a sequence without a cache; its position 0 counts as `start` in rotations."""
+    q, k, v = project(x, by, positions + start)
     return join(x, linear(attend(q, k.transpose(1, 2), v.transpose(1, 2), by, positions), by.out), by)
 
 

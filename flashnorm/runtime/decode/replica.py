@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask
 
 from flashnorm.errors import Unsupported
 from flashnorm.runtime.decode.locating import layers_of, nested_configs
+from flashnorm.sites.probe_cache import ProbeCache
 
 IMPLEMENTATION = "flashnorm_recording"
 
@@ -64,6 +65,7 @@ class LayerRun:
     before: tuple[Call, ...]
     attention: AttentionCall
     after: tuple[Call, ...]
+    probes: ProbeCache  # shared by the layers of a replica, whose norms are mostly equal
 
 
 @dataclass
@@ -76,31 +78,40 @@ class Surroundings:
     outputs: list[Tensor] = field(default_factory=list)
 
 
-class Replica:
-    """An fp32 copy of `model` that shows each layer's run to `reader` as soon as it is over."""
+Reader = Callable[[LayerRun, Surroundings], None]
 
-    def __init__(self, model: nn.Module, reader: Callable[[LayerRun, Surroundings], None]) -> None:
-        self.seen = Surroundings()
+
+def _unread(run: LayerRun, seen: Surroundings) -> None:
+    """The reader of runs that nobody is interested in."""
+
+
+class Replica:
+    """An fp32 copy of `model` that shows each layer's run to a reader as soon as it is over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen, self.probes = Surroundings(), ProbeCache()
         name, layers = layers_of(model)
         self._memo: dict[int, Any] = {}
         for config in nested_configs(model):
             copy.deepcopy(config, self._memo)._attn_implementation_internal = IMPLEMENTATION
         stand_ins = [_StandIn(layer, self._run_layer, index) for index, layer in enumerate(layers)]
-        self._reader = reader
+        self._reader: Reader = _unread
         self._passing = self._reading = self._gives_tuple = False
         memo = {**self._memo, id(layers): nn.ModuleList(stand_ins)}
         self.module = copy.deepcopy(model, memo).float().eval()
         self.outside = {n: m for n, m in self.module.named_modules() if not n.startswith(f"{name}.")}
 
-    @torch.no_grad()
-    def run(self, ids: Tensor) -> Tensor:
-        """Logits (rows, tokens, vocabulary) fp32 of `ids` (rows, tokens).
+    def run(self, ids: Tensor, reader: Reader, *, start: int = 0) -> Tensor:
+        """Logits (rows, tokens, vocabulary) fp32 of `ids` (rows, tokens), which stand at positions from `start` on.
 
+        `seen` is then what this run has shown. A run from position 0 is left to number its tokens itself.
         Raises what the reader raises, and `Unsupported` for whatever the model's own forward raises.
         """
+        self.seen, self._reader = Surroundings(), reader
+        given = {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device)[None]} if start else {}
         with _recorded(self.outside, self.seen.calls), _masks_recorded(self.seen):
             try:
-                output: Tensor = self.module(input_ids=ids, use_cache=False).logits
+                output: Tensor = self.module(input_ids=ids, use_cache=False, **given).logits
             except Exception as error:  # a foreign forward may raise anything, and all of it means the same
                 if self._reading or isinstance(error, Unsupported):
                     raise
@@ -138,7 +149,7 @@ class Replica:
         call, at = attention[0]
         self.seen.inputs.append(x)
         self.seen.outputs.append(result)
-        run = LayerRun(index, layer, x, result, kwargs, tuple(calls[:at]), call, tuple(calls[at:]))
+        run = LayerRun(index, layer, x, result, kwargs, tuple(calls[:at]), call, tuple(calls[at:]), self.probes)
         self._reading = True
         self._reader(run, self.seen)
         self._reading = False

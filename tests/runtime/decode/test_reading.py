@@ -162,6 +162,27 @@ def test_a_planted_change_in_the_forward_is_found_and_located(plant, place):
         read_spec(model, max_length=LENGTH)
 
 
+def test_what_depends_on_a_distant_position_is_found_there():
+    """Ministral 3 scales queries from `original_max_position_embeddings` on."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": 0.1,
+    }
+    model = other("Ministral3Config", rope_parameters=rope)
+    assert read_spec(model, max_length=64).max_length == 64
+    with pytest.raises(Unsupported, match="layer 0 at positions from 59"):
+        read_spec(model, max_length=96)
+
+
+def test_a_branch_that_is_zero():
+    model = tiny("llama")
+    model.model.layers[1].mlp.down_proj.weight.data.zero_()
+    assert read_spec(model, max_length=LENGTH).layers[1].mlp.multiplier == 1
+
+
 def test_angles_that_depend_on_the_length_are_refused_beyond_it():
     scaling = {
         "rope_type": "dynamic",
