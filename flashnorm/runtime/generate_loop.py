@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from flashnorm.errors import CapacityError, Refusal
@@ -68,19 +69,42 @@ def decode_on_slots(slots: Slots, call: Prepared) -> Tensor | GenerateDecoderOnl
 def _run(call: Prepared, chooser: Chooser, ids: Tensor, rows: Sequence[int]) -> int:
     """Fill the rows of one wave until all are finished; returns how wide they became."""
     unfinished = fed = list(rows)
+    canvas, ended, pads = ids.numpy(), _ended(call, ids), call.pads_finished  # torch's indexing took 0.2 ms a step
     for position in range(call.width, call.config.max_length):
         tokens = dict(zip(fed, chooser.choose(position, fed, last=position + 1 == call.config.max_length), strict=True))
-        written = unfinished if call.pads_finished else list(rows)
-        ids[written, position] = torch.tensor([tokens[row] for row in written])
-        done = call.criteria(ids[:, : position + 1], None)
-        unfinished = [row for row in unfinished if not done[row]]
+        for row in unfinished if pads else rows:
+            canvas[row, position] = tokens[row]
+        done = ended(position, tokens)
+        unfinished = [row for row in unfinished if row not in done]
         if call.streamer is not None:
             call.streamer.put(ids[list(rows), position])
         if not unfinished:
             return position + 1
-        if call.pads_finished and not call.keeps_logits:
+        if pads and not call.keeps_logits:
             fed = unfinished
     return call.config.max_length
+
+
+def _ended(call: Prepared, ids: Tensor) -> Callable[[int, Mapping[int, int]], set[int]]:
+    """A function of a position and the tokens there, row -> token: the rows which end with them.
+
+    The host has a fraction of a millisecond for a step. So end-of-sequence tokens are looked up here, and Transformers'
+    criteria, which compare tensors, run where there are others.
+    """
+    if {type(criterion) for criterion in call.criteria} <= {MaxLengthCriteria, EosTokenCriteria}:
+        ends = {
+            token
+            for criterion in call.criteria
+            if isinstance(criterion, EosTokenCriteria)
+            for token in criterion.eos_token_id.tolist()
+        }
+        return lambda position, tokens: {row for row, token in tokens.items() if token in ends}
+
+    def by_criteria(position: int, tokens: Mapping[int, int]) -> set[int]:
+        done = call.criteria(ids[:, : position + 1], None)
+        return {row for row in tokens if done[row]}
+
+    return by_criteria
 
 
 def _prompts(call: Prepared) -> list[Tensor]:
