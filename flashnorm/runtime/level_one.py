@@ -36,6 +36,7 @@ def apply_level_one(model: nn.Module) -> LevelOne:
     try:
         done += (replace(model, plan) for plan in plans)
         kept = _checked(model, probe, done, reasons)
+        release_cached_memory(model)
     except BaseException:
         undo_level_one(model, done)
         raise

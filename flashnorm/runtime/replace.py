@@ -86,6 +86,6 @@ def _swap(model: nn.Module, name: str, stand_in: nn.Module, done: Replaced) -> N
 
 
 def release_cached_memory(model: nn.Module) -> None:
-    """Hand back what the unmerged weights lay in: rows of another size do not fit there, and it would add up."""
+    """Hand back what unmerged weights and float64 checks lay in: tensors of other sizes do not fit, so it adds up."""
     if any(parameter.is_cuda for parameter in model.parameters()):
         torch.cuda.empty_cache()
