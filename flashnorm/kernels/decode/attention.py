@@ -48,7 +48,7 @@ def _heads(
         scale = tl.math.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
         x = x * scale[:, None]
         if HAS_GAIN:
-            x *= tl.load(gain + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+            x *= tl.load(gain + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
     if ROTARY > 0:
         turns = d < 2 * ROTARY
         if INTERLEAVED:
@@ -59,7 +59,7 @@ def _heads(
         other = tl.load(pointer + rows + partner[None, :], mask=row_mask & turns[None, :], other=0.0).to(tl.float32)
         other = other * scale[:, None]
         if HAS_GAIN:
-            other *= tl.load(gain + partner, mask=turns, other=0.0)[None, :]
+            other *= tl.load(gain + partner, mask=turns, other=0.0).to(tl.float32)[None, :]
         c = tl.load(cos + angle, mask=turns, other=1.0)
         s = tl.load(sin + angle, mask=turns, other=0.0)
         x = x * c[None, :] + other * tl.where(left, -s, s)[None, :]

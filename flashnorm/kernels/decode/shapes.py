@@ -23,7 +23,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class QkNorm:
-    """Norms over each head's channels; `eps` None: no such norm. Gains: (head_dim,) fp32, None for one."""
+    """Norms over each head's channels; an `eps` of None means no norm.
+
+    Gains: (head_dim,) of any floating dtype, or None where they are 1.
+    """
 
     q_eps: float | None = None
     q_gain: Tensor | None = None

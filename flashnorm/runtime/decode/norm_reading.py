@@ -43,8 +43,12 @@ def read_norm(call: Call, module: nn.Module, where: str, probes: ProbeCache) -> 
         raise Unsupported(f"{where}: {name} normalises groups of {convention.group_size} of its {width} channels")
     if found.weight is None:
         return Norm(None, convention.eps)
-    gain = convention.offset + module.get_parameter(found.weight).detach().float()
-    return Norm(None if bool((gain == 1).all()) else gain.contiguous(), convention.eps)
+    weight = module.get_parameter(found.weight).detach()
+    gain = (convention.offset + weight.float()).contiguous()
+    if bool((gain == 1).all()):
+        return Norm(None, convention.eps)
+    rounded = gain.to(weight.dtype)
+    return Norm(rounded if torch.equal(rounded.float(), gain) else gain, convention.eps)
 
 
 def _keeps_shape(call: Call) -> bool:

@@ -80,10 +80,11 @@ def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:
 
 def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:
     """act(gate) ⊙ up, or act(up), from the packed linear `up`: (rows, inner) in x's dtype."""
-    deferred = by.norm is not None and by.norm.gain is None and up.bias is None
-    if by.gate is not None and deferred and by.activation in GATED_ACTIVATIONS:
+    if by.gate is not None and up.bias is None and by.activation in GATED_ACTIVATIONS and _defers(by.norm, x):
         assert by.norm is not None
-        return rms_swiglu_linear(x, up.weight, by.norm.eps, activation=by.activation, static_weight=True)
+        return rms_swiglu_linear(
+            x, up.weight, by.norm.eps, gain=by.norm.gain, activation=by.activation, static_weight=True
+        )
     products = wide(normed_linear(x, by.norm, up))
     act = reference.ACTIVATIONS[by.activation]
     if by.gate is None:
@@ -93,12 +94,15 @@ def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:
 
 
 def normed_linear(x: Tensor, norm: Norm | None, by: Linear) -> Tensor:
-    """norm(x) Wᵀ + b in x's dtype; with the norm deferred where its gain is folded into the weight."""
-    if norm is not None and norm.gain is None:
-        return rms_linear(x, by.weight, norm.eps, bias=by.bias, static_weight=True)
-    # A gain that is still there is in fp32; rounding it to the model's dtype would change the model.
-    normed = reference.norm(wide(x), norm).to(x.dtype)
-    return F.linear(normed, by.weight, by.bias)
+    """norm(x) Wᵀ + b in x's dtype, with the norm deferred where the operation takes its gain as it is."""
+    if norm is not None and _defers(norm, x):
+        return rms_linear(x, by.weight, norm.eps, gain=norm.gain, bias=by.bias, static_weight=True)
+    return F.linear(reference.norm(wide(x), norm).to(x.dtype), by.weight, by.bias)
+
+
+def _defers(norm: Norm | None, x: Tensor) -> bool:
+    """A gain that only fp32 holds, such as one plus a small weight, would not be the same in x's dtype."""
+    return norm is not None and (norm.gain is None or norm.gain.dtype == x.dtype)
 
 
 def head_logits(x: Tensor, by: Head) -> Tensor:

@@ -18,6 +18,7 @@ from flashnorm.runtime.decode.guard import running_on
 from flashnorm.runtime.decode.packing import Packing, pack
 from flashnorm.runtime.decode.prefill import CHUNK, Prefill
 from flashnorm.runtime.decode.sampling import Sampling, SamplingTable
+from flashnorm.runtime.decode.slots import Slots
 from flashnorm.runtime.decode.spec import Spec
 from flashnorm.runtime.decode.state import State
 from flashnorm.runtime.decode.step import Step, TorchStep
@@ -25,8 +26,8 @@ from flashnorm.runtime.decode.step import Step, TorchStep
 _GREEDY = Sampling()
 
 
-class Program:
-    """Runs a spec; implements `slots.Slots`.
+class Program(Slots):
+    """Runs a spec: `Slots` says what its methods do.
 
     Programs share nothing but the weights of models that they were both made from.
     """

@@ -19,7 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Norm:
-    """x / sqrt(mean(x²) + eps) · gain over the last axis. `gain`: fp32, one plus already added; None where it is 1."""
+    """x / sqrt(mean(x²) + eps) · gain over the last axis.
+
+    `gain`: one plus already added where the model does so; in the model's dtype if that holds it exactly, else in fp32;
+    None where it is 1.
+    """
 
     gain: Tensor | None
     eps: float

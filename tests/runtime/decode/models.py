@@ -51,10 +51,10 @@ SUPPORTED = {
 }
 
 
-def tiny(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """One of `SUPPORTED`, in eval mode, gains and biases scattered."""
+def tiny(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> nn.Module:
+    """One of `SUPPORTED`, in eval mode, gains and biases scattered; `changes`: to its config."""
     config, more = SUPPORTED[name]
-    return scattered(getattr(transformers, config)(**{**_COMMON, **more}), dtype)
+    return scattered(getattr(transformers, config)(**{**_COMMON, **more, **changes}), dtype)
 
 
 def other(config: str, **arguments: object) -> nn.Module:

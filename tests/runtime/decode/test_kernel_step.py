@@ -21,7 +21,7 @@ CLOSE = 2e-5
     [("llama_tied", True), ("qwen3", False), ("gemma2", True), ("glm4", False)],
 )
 def test_kernels_follow_plain_torch(name, folded):
-    model = tiny(name).to(cases.DEVICE)
+    model = tiny(name, num_hidden_layers=2).to(cases.DEVICE)
     if folded:
         fold(model)
     spec = read_spec(model, max_length=LENGTH)
@@ -29,7 +29,7 @@ def test_kernels_follow_plain_torch(name, folded):
     for program in (plain, kernels):
         for slot in range(3):
             program.prefill(slot, tokens(4 + 9 * slot, seed=slot))
-    for active in ((2,), (0, 2, 1)):
+    for active in ((2,), (0, 1)):
         given = {slot: 5 + slot for slot in active}
         expected, actual = plain.decode(given), kernels.decode(given)
         assert (actual - expected).norm() <= CLOSE * expected.norm()

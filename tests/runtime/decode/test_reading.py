@@ -58,6 +58,15 @@ def test_what_was_found():
     assert read_spec(tiny("qwen2"), max_length=LENGTH).layers[0].attention.k.bias is not None
 
 
+def test_a_gain_keeps_every_bit():
+    """1 + w of bf16 needs more than bf16; w itself does not."""
+    llama, gemma = (tiny(name, torch.bfloat16) for name in ("llama", "gemma2"))
+    plain, plus = (read_spec(m, max_length=LENGTH).layers[0].attention.norm.gain for m in (llama, gemma))
+    assert torch.equal(plain, llama.model.layers[0].input_layernorm.weight)
+    assert plus.dtype == torch.float32
+    assert torch.equal(plus, 1 + gemma.model.layers[0].input_layernorm.weight.float())
+
+
 def test_a_length_below_the_probes():
     spec = read_spec(tiny("mistral"), max_length=5)
     assert spec.max_length == 5
