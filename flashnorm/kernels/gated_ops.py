@@ -8,7 +8,7 @@ from torch.library import custom_op
 from flashnorm.errors import ShapeError
 from flashnorm.kernels.arguments import check_linear, check_separate
 from flashnorm.kernels.dispatch import choose, problem_of
-from flashnorm.kernels.layout import row_contiguous
+from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.ops import written_in_place
 from flashnorm.kernels.reference import ACTIVATIONS
 from flashnorm.kernels.run import run
@@ -106,6 +106,6 @@ def _write(
         return
     rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
     gain = gain if gain is None else gain.contiguous()
-    with written_in_place(out) as target:
+    with on_device_of(x), written_in_place(out) as target:
         config = choose(problem_of(rows, weight, gain, target, activation=activation), x.device)
         run(config, rows, weight, eps, gain, None, target, activation, static_weight=static_weight)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which the device of `x` is the current one: kernels are launched on the current device."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.get_device())
 
 
 def addressable(matrix: Tensor) -> bool:

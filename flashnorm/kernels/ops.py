@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashnorm.kernels.arguments import check_linear, check_separate
 from flashnorm.kernels.dispatch import choose, problem_of
-from flashnorm.kernels.layout import row_contiguous
+from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.run import run
 
 # Annotations are evaluated by `torch.library`, which reads `Optional` in every torch that the project allows.
@@ -119,6 +119,6 @@ def _write(
     rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
     gain = gain if gain is None else gain.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    with written_in_place(out) as target:
+    with on_device_of(x), written_in_place(out) as target:
         config = choose(problem_of(rows, weight, gain, target), x.device)
         run(config, rows, weight, eps, gain, bias, target, static_weight=static_weight)

@@ -10,7 +10,7 @@ from flashnorm.errors import ShapeError
 from flashnorm.kernels import reference
 from flashnorm.kernels.arguments import check_alike, check_linear
 from flashnorm.kernels.dispatch import triton_runs
-from flashnorm.kernels.layout import row_contiguous
+from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.reference import WithSumsq
 
 
@@ -93,5 +93,6 @@ def _add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     if value.numel():
         width = x.shape[-1]
         rows = row_contiguous(x.reshape(-1, width)), row_contiguous(residual.reshape(-1, width))
-        add_sumsq(*rows, value.view(-1, width), sumsq.view(-1))
+        with on_device_of(x):
+            add_sumsq(*rows, value.view(-1, width), sumsq.view(-1))
     return value, sumsq
