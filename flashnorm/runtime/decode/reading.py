@@ -24,7 +24,8 @@ def read_spec(model: nn.Module, *, max_length: int) -> Spec:
     """What a decoder-only Transformers model computes, proven against its own forward on probe tokens.
 
     `max_length`: for how many positions. Works from what the model's modules do, whatever the architecture is called;
-    the model itself is only read. Costs the memory of an fp32 copy of the embeddings, the head and one layer. Raises
+    the model itself is only read, and must have its own modules: read it before `accelerate` replaces any. While it
+    runs it takes an fp32 copy of the embeddings, the head and one layer, and an fp64 copy of the largest weight. Raises
     `Unsupported`, with what and where, for a model that the spec cannot describe or that computes anything else.
     """
     device = device_of(model)

@@ -65,7 +65,8 @@ def other(config: str, **arguments: object) -> nn.Module:
 def scattered(config: transformers.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with every vector moved off its initial value, and weights large enough for each part to matter."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    # Some releases run Gemma 2 through an attention that drops its soft cap, unless told otherwise.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter) if parameter.dim() == 1 else parameter * 3)
