@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, counted, print_json, say
-from flashnorm.errors import CheckpointError, DeviceError, Refusal, Unsupported
+from flashnorm.errors import CheckpointError, DeviceError, FlashnormError, Refusal, Unsupported
 from flashnorm.folders import require_folder
 
 if TYPE_CHECKING:
@@ -177,7 +177,12 @@ def _accelerated(model: Any, max_length: int, quiet: bool) -> str:
         return "stock"
     import flashnorm
 
-    flashnorm.accelerate(model, max_batch=1, max_length=max_length)
+    try:
+        flashnorm.accelerate(model, max_batch=1, max_length=max_length)
+    except FlashnormError as error:  # the stock model is as it was, and can do it
+        if not quiet:
+            say("generate", f"the stock path of Transformers runs, since the model could not be accelerated: {error}")
+        return "stock"
     report = model.acceleration
     if not quiet:
         say(

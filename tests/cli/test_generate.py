@@ -10,6 +10,7 @@ import torch
 import flashnorm
 from flashnorm.cli.generate import _figures, _sentence
 from flashnorm.cli.main import main
+from flashnorm.errors import Unsupported
 from flashnorm.runtime.generate_text import GeneratedText
 from tests.verify.tiny import save, tiny_model, tokenizer
 
@@ -206,3 +207,10 @@ def test_what_runs_on_a_gpu_is_accelerated(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(flashnorm, "accelerate", accelerate, raising=False)
     assert generate._accelerated(Pretended(), 40, quiet=False) == "level 2"
     assert told == ["accelerated: level 2, 1 of 2 norms replaced"]
+
+    def refuse(model: Any, **options: Any) -> None:
+        raise Unsupported("it is a stone")
+
+    monkeypatch.setattr(flashnorm, "accelerate", refuse)
+    assert generate._accelerated(Pretended(), 40, quiet=False) == "stock"
+    assert told[1] == "the stock path of Transformers runs, since the model could not be accelerated: it is a stone"
