@@ -83,8 +83,10 @@ def _shown(row: _Row) -> Site:
 def _renumbered(text: str, norm: str, parts: Sequence[str]) -> str:
     """`text` with `parts` for those of the norm's name, in every name that begins like it, up to a number at least."""
     own = norm.split(".")
-    for end in range(len(own), 0, -1):
-        if own[end - 1].isdecimal():
-            begins = re.escape(".".join(own[:end]))
-            text = re.sub(rf"(?<![\w.]){begins}(?!\w)", ".".join(parts[:end]), text)
-    return text
+    ends = [end for end in range(len(own), 0, -1) if own[end - 1].isdecimal()]
+    begins = {".".join(own[:end]): ".".join(parts[:end]) for end in ends}
+    if not begins:
+        return text
+    # In one pass, the longest first: what was put in begins like the norm's name again.
+    longest = "|".join(map(re.escape, begins))
+    return re.sub(rf"(?<![\w.])(?:{longest})(?!\w)", lambda match: begins[match[0]], text)

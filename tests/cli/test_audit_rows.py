@@ -78,7 +78,9 @@ def test_numbers_inside_numbers() -> None:
         return _site(f"stages.{stage}.blocks.{number}.norm", f"stages.{stage}.blocks.{number}.q.weight")
 
     whole = [block(stage, number) for stage in (0, 1) for number in (0, 1)]
-    assert _names(*whole) == ["stages.0-1.blocks.0-1.norm"]
+    [row] = grouped(whole)
+    assert row.norm == "stages.0-1.blocks.0-1.norm"
+    assert [c.weight for c in row.consumers] == ["stages.0-1.blocks.0-1.q.weight"]
     assert _names(*whole, block(2, 0)) == ["stages.0-1.blocks.0-1.norm", "stages.2.blocks.0.norm"]
 
 
