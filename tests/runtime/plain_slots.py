@@ -48,6 +48,7 @@ class PlainSlots:
         self._model, self._held = model, dict[int, _Sequence]()
         self._table = SamplingTable(slots, model.config.vocab_size, model.device)
         self._tokens = torch.zeros(slots, dtype=torch.int64)
+        self._answer = torch.zeros_like(self._tokens)  # one buffer for every step's answer, as a replayed graph has
         self.slots, self.max_length, self.fed = slots, max_length, 0
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -74,7 +75,8 @@ class PlainSlots:
         return self.chosen(active)
 
     def chosen(self, slots: Sequence[int]) -> Tensor:
-        return self._tokens[list(slots)]
+        self._answer[: len(slots)] = self._tokens[list(slots)]
+        return self._answer[: len(slots)]
 
     def free(self, slot: int) -> None:
         del self._held[slot]

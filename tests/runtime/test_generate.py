@@ -139,9 +139,13 @@ def test_stop_strings(inputs: dict[str, Tensor], as_config: bool) -> None:
 
 
 def test_stop_strings_without_an_end_of_sequence_token_let_finished_rows_go_on() -> None:
-    options: dict[str, Any] = {"max_new_tokens": 12, "stop_strings": texts(MASKED), "tokenizer": tokenizer()}
+    new = tokenizer().batch_decode(stock(MASKED, max_new_tokens=20)[:, 4:].reshape(-1, 1))
+    early = next(letter for letter in new[2:20] if letter.isascii())
+    late = [next(letter for letter in new[at : at + 10] if letter.isascii()) for at in (30, 50)]
+    options: dict[str, Any] = {"max_new_tokens": 20, "stop_strings": [early, *late], "tokenizer": tokenizer()}
     expected = stock(MASKED, **options)
-    assert 6 < expected.shape[1] < 4 + 12
+    padded = stock(MASKED, **options, eos_token_id=255, pad_token_id=99)
+    assert padded.tolist() != expected.tolist()  # with an end-of-sequence token, a row would have been padded
     assert ours(MASKED, **options).tolist() == expected.tolist()
 
 
