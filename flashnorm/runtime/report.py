@@ -34,6 +34,7 @@ class Acceleration:
     model_type: str
     level: int
     sites: tuple[SiteReport, ...]
+    program: str = ""  # level two: how many sequences of what length, and their cache
 
     @property
     def replaced(self) -> dict[str, tuple[str, ...]]:
@@ -47,6 +48,7 @@ class Acceleration:
 
     def __str__(self) -> str:
         title = f"{self.model_type}: level {self.level}, {len(self.replaced)} of {len(self.sites)} norms replaced"
+        title += f"; {self.program}" if self.program else ""
         table = Table(title=Text(title), title_justify="left")
         for column in ("norms", "like", "replaced by", "stock, because"):
             table.add_column(column, overflow="fold")

@@ -156,7 +156,7 @@ def test_a_norm_that_is_not_the_one_it_seemed_stays_stock():
     assert flashnorm.accelerate(Sequence(Block(GatedBlock(F.silu), ByDtype()))).acceleration.stock == {}
 
 
-@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.parametrize("level", [0, 3])
 def test_a_level_that_does_not_exist_is_refused(level):
     with pytest.raises(Refusal, match=f"level={level} does not exist"):
         flashnorm.accelerate(llama(), level=level)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import flashnorm
+from flashnorm.errors import CapacityError, Refusal, Unsupported
+from flashnorm.runtime import level_two
+from tests.runtime.small import bits, llama, prompt, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture
+def model():
+    return flashnorm.accelerate(llama(), level=2, max_batch=2, max_length=64)
+
+
+def test_it_generates_the_stock_models_tokens(model):
+    assert torch.equal(model.generate(prompt(), **GREEDY), llama().generate(prompt(), **GREEDY))
+
+
+def test_the_program_is_what_runs(model, monkeypatch):
+    steps = []
+    unchanged = model.slots.advance
+    monkeypatch.setattr(model.slots, "advance", lambda active: steps.append(active) or unchanged(active))
+    decoded = model.slots.decode
+    monkeypatch.setattr(model.slots, "decode", lambda tokens: steps.append(tokens) or decoded(tokens))
+    model.generate(prompt(), **GREEDY)
+    assert len(steps) == GREEDY["max_new_tokens"] - 1
+
+
+def test_what_the_program_does_not_know_runs_on_level_one_and_says_so(model):
+    with pytest.warns(UserWarning, match="num_beams"):
+        out = model.generate(prompt(), **GREEDY, num_beams=2)
+    assert torch.equal(out, llama().generate(prompt(), **GREEDY, num_beams=2))
+
+
+def test_the_report_states_the_cache(model):
+    assert model.acceleration.level == 2
+    assert "2 sequences of 64 tokens" in str(model.acceleration)
+
+
+def test_unaccelerate_restores_everything(model):
+    restored = model.unaccelerate()
+    assert same_bits(restored, bits(llama()))
+    assert not {"generate", "slots", "_apply", "load_state_dict"} & set(vars(restored))
+    assert type(restored).__name__ == type(llama()).__name__
+    restored.to(torch.float64)
+    copy.deepcopy(restored)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.load_state_dict(llama(seed=1).state_dict()),
+        copy.deepcopy,
+        pickle.dumps,
+    ],
+)
+def test_what_would_part_the_program_from_its_weights_is_refused(model, change):
+    with pytest.raises(Refusal, match=r"unaccelerate\(\) first"):
+        change(model)
+    assert torch.equal(model.generate(prompt(), **GREEDY), llama().generate(prompt(), **GREEDY))
+
+
+def test_a_model_that_is_no_plain_decoder_stays_as_it_is():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+    with pytest.raises(Unsupported, match="generates no text"):
+        flashnorm.accelerate(model, level=2)
+    assert not hasattr(model, "acceleration")
+
+
+def test_a_cache_that_does_not_fit_leaves_the_model_stock(monkeypatch):
+    def full(*args, **options):
+        raise CapacityError("the cache does not fit")
+
+    monkeypatch.setattr(level_two, "Program", full)
+    model = llama()
+    with pytest.raises(CapacityError):
+        flashnorm.accelerate(model, level=2)
+    assert not hasattr(model, "acceleration")
+    assert same_bits(model, bits(llama()))
+
+
+def test_a_sequence_beyond_the_length_is_refused_before_it_runs(model):
+    with pytest.raises(CapacityError):
+        model.generate(prompt(), **{**GREEDY, "max_new_tokens": 100, "min_new_tokens": 100})
+    assert model.slots.free_slots() == (0, 1)
