@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,6 +214,29 @@ def test_a_reader_may_lie_one_unit_from_the_product(tmp_path: Path, units: int, 
     source = save(tiny_model("llama", torch.bfloat16), tmp_path / "source", with_tokenizer=False)
     out = _folded(source, tmp_path / "folded", lambda weights: _by_units(weights, units))
     assert stored_checks(source, out)[0].value == wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llama", "model.layers.1.mlp.up_proj.weight"), ("gpt2", "transformer.h.0.mlp.c_fc.bias")]
+)
+@pytest.mark.parametrize("special", [float("inf"), float("nan")], ids=str)
+def test_an_infinity_of_the_source_excuses_nothing(
+    text: Path, tmp_path: Path, kind: str, name: str, special: float
+) -> None:
+    """In a reader, and in a bias that a norm's bias moves into, whose largest entry is the unit for the others."""
+    source = tmp_path / "source"
+    if kind == "gpt2":
+        shutil.copytree(text, source)
+    else:
+        save(tiny_model(kind), source, with_tokenizer=False)
+    _change(source, lambda weights: weights[name].view(-1)[3].fill_(special))
+    out = _folded(source, tmp_path / "folded")
+    assert stored_checks(source, out)[0].value == 0
+    _change(out, lambda weights: weights[name].view(-1)[3].fill_(1))
+    assert stored_checks(source, out)[0].value == 1
+    _change(out, lambda weights: weights[name].view(-1)[3].fill_(special))
+    _change(out, lambda weights: weights[name].view(-1)[5].add_(1))
+    assert stored_checks(source, out)[0].value == 1
 
 
 @pytest.mark.parametrize("elements", [7, 100, 5000])
