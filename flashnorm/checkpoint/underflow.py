@@ -77,8 +77,9 @@ class Vanishing:
         """The first axis and position of which nothing but zeros is left, some of them new."""
         total = math.prod(self._shape)
         for axis, (zeros, new) in enumerate(zip(self._zeros, self._lost, strict=True)):
-            gone = ((new > 0) & (zeros == total // self._shape[axis])).nonzero()
-            if len(gone):
+            length = total // self._shape[axis]
+            gone = ((new > 0) & (zeros == length)).nonzero()
+            if len(gone) and length > 1:  # one weight is no line: a score of one label has a single row
                 return axis, int(gone[0])
         return None
 

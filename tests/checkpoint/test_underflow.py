@@ -68,6 +68,18 @@ def test_a_row_or_column_that_vanishes_is_refused(axis: int, position: int, limi
         vanished(weight, Scale(1, torch.full((4000,), 0.25)), limit=limit)
 
 
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1)])
+def test_a_column_of_one_weight_is_no_column(shape: tuple[int, int]) -> None:
+    """A score of one label has a row and no columns to speak of; the row is refused all the same."""
+    weight = ones(*shape)
+    weight.view(-1)[3] = LEAST
+    gain = torch.full((shape[1],), 0.25)
+    assert vanished(weight, Scale(1, gain)) == 1
+    weight.fill_(LEAST)
+    with pytest.raises(CheckpointError, match=r"all of position 0 on axis"):
+        vanished(weight, Scale(1, gain))
+
+
 def test_the_gain_alone_may_be_the_cause() -> None:
     gain = torch.ones(40)
     gain[11] = 1e-8
