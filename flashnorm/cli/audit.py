@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,9 +37,7 @@ def command(
     if as_json:
         print_json({**to_dict(report), "notes": list(notes)})
         return
-    table = audit_table(report if every else replace(report, sites=tuple(grouped(report.sites))))
-    table.title = audit_table(report).title  # which counts norms, not rows
-    console().print(table)
+    console().print(audit_table(report, report.sites if every else grouped(report.sites)))
     typer.echo(summary_line(report))
     for note in notes:
         typer.echo(f"note: {note}")

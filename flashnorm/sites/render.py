@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
@@ -12,13 +13,16 @@ from flashnorm.sites.audit import AuditReport
 from flashnorm.sites.types import Site
 
 
-def audit_table(report: AuditReport) -> Table:
-    """One row for each norm: its convention, its readers, the verdict and the reason."""
+def audit_table(report: AuditReport, rows: Iterable[Site] | None = None) -> Table:
+    """One row for each norm, or for each of `rows`: its convention, its readers, the verdict and the reason.
+
+    The title counts the report's norms, however many of them share a row.
+    """
     title = Text(f"{report.model_type}: {len(report.sites)} norms", style="table.title")
     table = Table(title=title, title_justify="left")
     for column in ("norm", "convention", "readers", "verdict", "reason"):
         table.add_column(column, overflow="fold")
-    for site in report.sites:
+    for site in report.sites if rows is None else rows:
         cells = (site.norm, _convention(site), _readers(site), verdict(site), site.reason)
         table.add_row(*map(Text, cells))  # as plain text: the brackets of a reason are no markup
     return table

@@ -52,6 +52,14 @@ def test_one_row_for_each_norm() -> None:
     ]  # fmt: skip
 
 
+def test_the_title_counts_norms_where_rows_are_fewer() -> None:
+    page = io.StringIO()
+    Console(file=page, width=250).print(audit_table(REPORT, [FOLDS]))
+    title, *lines = page.getvalue().splitlines()
+    assert title.strip() == "tiny: 4 norms"
+    assert len([line for line in lines if line.startswith("│")]) == 1
+
+
 @pytest.mark.parametrize("text", ["[red]", "[/INST]", "[link=x]", "a[0] [b]c[/b]", ":smile:", "[["])
 def test_no_text_is_taken_for_markup(text: str) -> None:
     blocker = Blocker("residual-add", "op", "where", f"detail {text}")
