@@ -20,8 +20,8 @@ PIPELINE = "modules.json"  # the modules of a sentence-transformers model, the T
 def remarks(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> tuple[str, ...]:
     """What the audit of `folder`, which goes by its config alone, cannot know: sentences, or nothing.
 
-    Why `flashnorm fold` would not fold what it calls foldable, or else what a fold would leave as it is. Reads the
-    headers of the weights where there are any, and no weights.
+    Why `flashnorm fold` would refuse the folder, or else what a fold would leave as it is. Reads the headers of the
+    weights where there are any, and no weights.
     """
     folder = Path(folder)
     try:

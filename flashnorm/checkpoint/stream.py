@@ -219,9 +219,10 @@ def stream(
 ) -> Sums:
     """Write `segments` of the file `source`, whose SHA-256 may be `known`, to the open file `output`.
 
-    The segments that are not `again` must cover the source once, in order. Raises `CheckpointError` where the source
-    cannot be read, is not what the known sum is of, or a weight overflows, `OSError` where the output cannot be
-    written, `Stopped` once `stop` is set.
+    The segments that are not `again` must cover the source once, in order. A known sum is compared where the file is
+    only copied, which takes it anyway; else it is believed, and `Source.check_unchanged` is to say that it may be.
+    Raises `CheckpointError` where the source cannot be read, a copied file is not what the known sum is of, or a weight
+    overflows, `OSError` where the output cannot be written, `Stopped` once `stop` is set.
     """
     with ExitStack() as resources:
         unchanged = all(isinstance(segment, Copy) and not segment.again for segment in segments)
