@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import flashnorm
 from flashnorm.checkpoint.manifest import MANIFEST, manifest_bytes, read_manifest
-from flashnorm.errors import Refusal
+from flashnorm.errors import CheckpointError, Refusal
 from flashnorm.verify import stored
 from flashnorm.verify.report import VerifyReport
 from flashnorm.verify.stored import stored_checks
@@ -183,6 +183,25 @@ def test_rows_that_no_sample_reaches_are_compared(text: Path, tmp_path: Path, fa
     assert report.notes == ("no perplexity: it is taken of a text of yours, which --text FILE gives",)
     (out / MANIFEST).unlink()  # the logits do not see it, so this is what there is to see
     assert _verify(text, out).passed
+
+
+def test_a_comparison_that_cannot_be_made_is_said(text: Path, tmp_path: Path) -> None:
+    """Nothing tells then what the stored tensors should be, and the logits alone speak."""
+    out = _folded(text, tmp_path / "folded", _rare_token)
+    manifest = read_manifest(out)
+    (out / MANIFEST).write_bytes(manifest_bytes(replace(manifest, sites=manifest.sites[1:])))
+    report = _verify(text, out)
+    assert "stored_weights" not in [check.name for check in report.checks]
+    assert report.notes[-1].startswith("stored tensors and settings were not compared: ")
+    assert report.notes[-1].endswith("this version folds other norms")
+
+
+def test_a_damaged_manifest_is_refused(text: Path, tmp_path: Path) -> None:
+    out = _folded(text, tmp_path / "folded")
+    manifest = out / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"untied": false', '"untied": true'))
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        _verify(text, out)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
