@@ -12,7 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,19 +184,17 @@ class _Loader:
         A tensor that is converted alone keeps its size, since such conversions may look at it (is it transposed
         already?). The many tensors of a stack are narrowed, or they would not fit in memory.
         """
-        if sum(len(names) for names in sources.values()) == 1:
-            return self._convert(converter, target, sources, name, axis, narrow=False)
-        try:
-            return self._convert(converter, target, sources, name, axis, narrow=True)
-        except Exception:  # a conversion that checks sizes rejects narrow stand-ins in its own way; full ones must do
-            pass
+        others = sum(len(names) for names in sources.values()) - 1
+        if others:
+            with suppress(Exception):  # a conversion that checks sizes rejects narrow stand-ins in its own way
+                return self._convert(converter, target, sources, name, axis, narrow=True)
         try:
             return self._convert(converter, target, sources, name, axis, narrow=False)
         except Exception as error:  # the loader would fail at the same tensors
-            count = sum(len(names) for names in sources.values())
+            stored = f"{name} and {others} more" if others else name
             raise CheckpointError(
-                f"the {count} tensors stored for {target} ({name} is one) cannot be put together: {error}; the "
-                "checkpoint and its config.json do not belong together"
+                f"what is stored for {target} ({stored}) cannot be put together: {error}; the checkpoint and its "
+                "config.json do not belong together"
             ) from error
 
     def _convert(

@@ -109,3 +109,21 @@ def test_another_kind_of_expert_within_a_list_is_learned_on_its_own():
     axes = [1, 1, 0, 1, 1, 1, 1]
     names = [f"experts.{n}.w" if axis else "experts.shared.w" for n, axis in enumerate(axes)]
     assert learned(dict(zip(names, axes, strict=True)))[0] == axes
+
+
+class _Failing:
+    """A conversion of the loader's that does not take these tensors."""
+
+    def add_tensor(self, *_):
+        raise IndexError("no such axis")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(["w"], r"what is stored for target \(w\) cannot"), (["w", "v"], r"for target \(w and 1 more\) cannot")],
+)
+def test_tensors_that_the_loader_cannot_put_together_are_refused_by_name(names, words):
+    loader = _Loader.__new__(_Loader)
+    loader.shapes = dict.fromkeys(names, (4, 4))
+    with pytest.raises(CheckpointError, match=f"{words} be put together: no such axis"):
+        loader._follow(_Failing(), "target", {"pattern": names}, "w", 0)
