@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Generate text, streaming, and say how fast it came."""
     text = _prompt(prompt, prompt_file)
-    options = _sampling(max_new_tokens, temperature, top_p, top_k)
+    options = _sampling(max_new_tokens, temperature, top_p, top_k, seed)
     require_folder(model)
     if not quiet:
         say("generate", f"opening {model}")
@@ -91,13 +91,16 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return prompt
 
 
-def _sampling(max_new_tokens: int, temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+def _sampling(
+    max_new_tokens: int, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+) -> dict[str, Any]:
     """The arguments of `generate`. What is not given is left to the folder's generation_config.json."""
     accepted = {
         "--max-new-tokens": (max_new_tokens, max_new_tokens >= 1, "at least 1"),
         "--temperature": (temperature, temperature is None or 0 <= temperature < float("inf"), "0 or more"),
         "--top-p": (top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
         "--top-k": (top_k, top_k is None or top_k >= 1, "at least 1"),
+        "--seed": (seed, seed is None or 0 <= seed < 2**64, "from 0 to 2**64 - 1"),
     }
     for name, (value, fine, wanted) in accepted.items():
         if not fine:

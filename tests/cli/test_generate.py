@@ -119,6 +119,8 @@ def test_a_strict_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (("--prompt-file", "absent.txt"), "absent.txt cannot be read: No such file or directory"),
         (("--prompt", "a", "--max-new-tokens", "-3"), "--max-new-tokens is -3; it must be at least 1"),
         (("--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens is 0; it must be at least 1"),
+        (("--prompt", "a", "--seed", "-1"), "--seed is -1; it must be from 0 to 2**64 - 1"),
+        (("--prompt", "a", "--seed", str(2**64)), "it must be from 0 to 2**64 - 1"),
         (
             ("--prompt", "a", "--max-new-tokens", "600"),
             "has 1 token and --max-new-tokens is 600, but the model ",
