@@ -78,6 +78,15 @@ def interrupt():
     time.sleep(0.05)  # in this time the interruption comes
 
 
+@pytest.fixture
+def interruptible():
+    """A shell starts what runs in its background deaf to interruptions."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interruption_does_not_stop_the_removal(tmp_path, monkeypatch):
     unchanged, before = shutil.rmtree, signal.getsignal(signal.SIGINT)
 

@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 
 import flashnorm
 from flashnorm.errors import Refusal
@@ -23,6 +25,8 @@ CAUSAL = {
     "minicpm3": (6, 2), "mixtral": (2, 0), "gpt_oss": (2, 0), "mamba": (2, 0), "jamba": (8, 3), "nemotron_h": (3, 0),
     "recurrent_gemma": (6, 0), "olmo2": (0, 0), "opt": (0, 0), "gpt2": (0, 0), "cohere": (0, 0),
 }  # fmt: skip
+if Version(transformers.__version__) < Version("5.24"):
+    CAUSAL["mamba"] = (0, 0)  # its generate passes a mask, by which its mixer multiplies what the norm returned
 OTHERS = {"seq2seq": {"t5": (10, 0), "bart": (0, 0)}, "image_text": {"qwen2_5_vl": (4, 2)}}
 IN_BF16 = [
     "llama",
@@ -80,7 +84,7 @@ def test_in_bf16_it_is_not_further_from_exact_than_stock(model_type):
     exact = zoo.logits(copy.deepcopy(model).float(), inputs).flatten(0, 1)
     stock = squared_drift(zoo.logits(model, inputs).flatten(0, 1), exact).sum()
     accelerated = squared_drift(zoo.logits(flashnorm.accelerate(model), inputs).flatten(0, 1), exact).sum()
-    assert len(model.acceleration.replaced) >= 2
+    assert len(model.acceleration.replaced) == CAUSAL[model_type][0]
     assert accelerated <= 1.05 * stock
 
 
