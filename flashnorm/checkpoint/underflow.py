@@ -85,5 +85,12 @@ class Vanishing:
 
 
 def _places(block: Block, shape: tuple[int, ...], found: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The positions on every axis of a tensor of the elements `found` of one of its blocks."""
-    return torch.unravel_index(found + block.start, shape)
+    """The positions on every axis of a tensor of the elements `found` of one of its blocks.
+
+    Not `torch.unravel_index`, which imports a compiler's worth of modules when it is first called.
+    """
+    places, rest = [], found + block.start
+    for length in reversed(shape):
+        places.append(rest % length)
+        rest = rest // length
+    return tuple(reversed(places))
