@@ -69,9 +69,8 @@ def places_table(name: str) -> str:
 
 
 TABLES: dict[str, Callable[[str], str]] = {
-    "op-h200-no-compile": op_table,
-    "op-gated-h200": op_table,
     "op-h200": op_table,
+    "op-gated-h200": op_table,
     "where-the-norm-goes-h200": places_table,
 }
 
