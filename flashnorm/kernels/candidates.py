@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK, Streamed, TmaGemm
-from flashnorm.kernels.cuda.memory import tma_gemm_bytes
+from flashnorm.kernels.cuda.memory import SHARED_MEMORY, tma_gemm_bytes
 
-SHARED_MEMORY = 232_448  # bytes that one block may have on Hopper
 MULTIPROCESSORS = 132
 _FOR_TRITON = 230_000  # its barriers and descriptors take the rest
 _TILES_N = ((32, 0), (64, 0), (128, 0), (256, 0), (32, 16), (64, 32), (128, 64))

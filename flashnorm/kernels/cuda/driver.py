@@ -29,20 +29,28 @@ _MAP_BYTES = 128
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks, threads of a block, and bytes of shared memory of a block."""
+    """Blocks, threads of a block, bytes of shared memory of a block; whether all blocks must run at the same time, and
+    how many make a cluster (0: there is none).
+
+    Where they need not, the kernel may start before the kernel before it ends (see `kernels/launch.py`).
+    """
 
     blocks: int
     threads: int
     shared: int
+    together: bool = False
+    cluster: int = 0
 
 
 def load(code: bytes, name: str, shared: int, device: torch.device) -> Any:
     """The function `name` of a piece of machine code, on `device`, allowed `shared` bytes of shared memory."""
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    clusters = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
     with torch.cuda.device(device):
         module = _checked(driver.cuModuleLoadData(code))
         function = _checked(driver.cuModuleGetFunction(module, name.encode()))
         _checked(driver.cuFuncSetAttribute(function, limit, shared))
+        _checked(driver.cuFuncSetAttribute(function, clusters, 1))  # of sixteen blocks
     return function
 
 
@@ -75,22 +83,31 @@ def _tensor_map(
 
 
 def launch(function: Any, grid: Grid, arguments: tuple[bytes | ctypes._SimpleCData[Any], ...], stream: int) -> None:
-    """Launch; it may start before the kernel before it ends (see `kernels/launch.py`). Bytes are passed by value."""
+    """Launch. Bytes are passed by value."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
     config.sharedMemBytes = grid.shared
     config.hStream = stream
-    config.attrs, config.numAttrs = [_early()], 1
+    config.attrs, config.numAttrs = [_attribute(grid)], 1
     holders = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else a for a in arguments]
     pointers = (ctypes.c_void_p * len(holders))(*map(ctypes.addressof, holders))
     _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
-def _early() -> Any:
+def _attribute(grid: Grid) -> Any:
     attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    kinds = driver.CUlaunchAttributeID
+    if grid.cluster:
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster = attribute.value.clusterDim
+        cluster.x, cluster.y, cluster.z = grid.cluster, 1, 1
+    elif grid.together:
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+    else:
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
     return attribute
 
 

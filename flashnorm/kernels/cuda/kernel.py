@@ -27,12 +27,16 @@ class Kernel:
     multiprocessors: int
 
 
-def source(name: str, macros: Mapping[str, object], dtype: torch.dtype, activation: str | None, extra: str = "") -> str:
-    """The text to compile: macros, `extra`, what all kernels share, and the file `name`.cu."""
+def source(
+    names: tuple[str, ...], macros: Mapping[str, object], dtype: torch.dtype, activation: str | None, extra: str = ""
+) -> str:
+    """The text to compile: macros, `extra`, what all kernels share, and the files of these names, the last a .cu."""
     gate = {"GATED": int(activation is not None), "ACTIVATION": (activation or "linear").upper()}
     element = {"IS_BF16": int(dtype == torch.bfloat16), "HALF": f'"{HALF[dtype]}"'}
     definitions = "".join(f"#define {macro} {value}\n" for macro, value in (gate | element | dict(macros)).items())
-    return definitions + extra + _read("primitives.cuh") + _read(f"{name}.cu")
+    *headers, main = names
+    files = [*(f"{name}.cuh" for name in ("primitives", *headers)), f"{main}.cu"]
+    return definitions + extra + "".join(map(_read, files))
 
 
 @cache

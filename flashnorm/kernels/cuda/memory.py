@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from flashnorm.kernels.configs import Streamed, TmaGemm
 
+SHARED_MEMORY = 232_448  # bytes that one block may have on Hopper
 BLOCK_K = 64
 GROUP = 32  # outputs that `streamed.cu` finishes at once
 
@@ -18,6 +21,29 @@ def streamed_bytes(config: Streamed, *, gated: bool = False) -> int:
     ring = config.stages * (2 * config.chunk_k + 16)
     sums = (2 * GROUP * (2 if gated else 1) + 1) * 4 * config.warps
     return ring + sums + 16 + 2 * 128
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Columns of a slot's tile of eight rows, and the number of slots."""
+
+    columns: int
+    stages: int
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot."""
+        return 8 * (2 * self.columns + 64)
+
+
+def step_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
+    """`sharing`: query heads of a key head."""
+    sums = (2 * 2 * GROUP + 2) * warps * 4
+    pairs = sharing * head_dim // 2
+    scores = sharing * (ring.slot // 2 // head_dim + 4)
+    heads = (sharing + 3) * head_dim + scores + 3 * sharing + 2 * pairs * max(1, 32 * warps // pairs)
+    layers_and_shares = 2 * 200 + 5 * 8
+    return ring.stages * (ring.slot + 16) + sums + 4 * heads + layers_and_shares + 5 * 16 + 2 * 128
 
 
 def stored_columns(width: int) -> int:

@@ -5,7 +5,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;  // one element
 
-enum { LINEAR, SILU, GELU_TANH, RELU };
+enum { LINEAR, SILU, GELU_TANH, RELU, GELU, RELU2 };
 
 struct alignas(64) TensorMap { char opaque[128]; };
 
@@ -125,9 +125,11 @@ __device__ __forceinline__ float sum_of_warp(float sum) {
     return sum;
 }
 
-// Both are gate / (1 + exp(-u)), with GELU's tanh form for u = 2 sqrt(2/pi) (gate + 0.044715 gate³).
+// SiLU and GELU's tanh form are gate / (1 + exp(-u)), the latter with u = 2 sqrt(2/pi) (gate + 0.044715 gate³).
 __device__ __forceinline__ float activated(float gate) {
     if (ACTIVATION == RELU) return gate < 0 ? 0 : gate;  // keeps a NaN
+    if (ACTIVATION == RELU2) return gate < 0 ? 0 : gate * gate;
+    if (ACTIVATION == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067812f));
     const float u = ACTIVATION == SILU ? gate : 1.5957691216f * gate * fmaf(0.044715f * gate, gate, 1.f);
     return __fdividef(gate, 1 + __expf(-u));
 }

@@ -59,4 +59,4 @@ def _kernel(
 def source(config: Streamed, k: int, dtype: torch.dtype, activation: str | None = None) -> str:
     """The text that is compiled for one configuration and width."""
     macros = {"K": k, "CHUNK_K": config.chunk_k, "STAGES": config.stages, "WARPS": config.warps}
-    return kernels.source("streamed", macros, dtype, activation)
+    return kernels.source(("streamed",), macros, dtype, activation)

@@ -83,4 +83,4 @@ def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -
         "NORM": config.norm.upper(),
         "ROWS": config.rows,
     }
-    return kernels.source("deferred", macros, dtype, activation, wgmma_source(config.block_n, kernels.HALF[dtype]))
+    return kernels.source(("deferred",), macros, dtype, activation, wgmma_source(config.block_n, kernels.HALF[dtype]))

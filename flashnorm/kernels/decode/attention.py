@@ -1,9 +1,10 @@
 """Attention of one new token per row against the cache: QK-norm, rotation, the cache write and split-KV attention.
 
 A row's cached tokens are divided among `splits` programs for each of its key heads; each program serves all the query
-heads that share the key head. The division depends on the row's own position alone, and the partial results are joined
-in a fixed order, so that a row's result does not depend on its company. The program of the first split also takes the
-new token, from registers, and writes it to the cache; no program of the same launch reads that place.
+heads that share the key head. The division depends on the row's own position alone, and the program that comes last
+joins the partial results in a fixed order, so that a row's result depends neither on its company nor on who comes last.
+The program of the first split also takes the new token, from registers, and writes it to the cache; no program of the
+same launch reads that place.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def _attention_kernel(
     out,
     partial,
     statistics,
+    arrived,
     qkv_stride,
     slot_stride,
     head_stride,
@@ -117,8 +119,8 @@ def _attention_kernel(
 ):
     h, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     slot, position = tl.load(slots + row), tl.load(positions + row)
     g, d, t = tl.arange(0, G), tl.arange(0, D), tl.arange(0, BLOCK)
     channels = (d < HEAD_DIM)[None, :]
@@ -178,32 +180,29 @@ def _attention_kernel(
         tl.store(partial + at[:, None] * HEAD_DIM + d[None, :], mixed, mask=own & channels)
         tl.store(statistics + 2 * at, best, mask=g < GROUP)
         tl.store(statistics + 2 * at + 1, total, mask=g < GROUP)
+        tl.debug_barrier()  # all of this program's threads have stored
+        mine = arrived + row * KV_HEADS + h
+        if tl.atomic_add(mine, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(mine, 0)  # for the next launch
+            first_head = row.to(tl.int64) * KV_HEADS * GROUP + h * GROUP
+            target = out + row.to(tl.int64) * out_stride + h * GROUP * HEAD_DIM
+            for i in range(GROUP):
+                joined = _joined(partial, statistics, first_head + i, HEAD_DIM, D, SPLITS)
+                tl.store(target + i * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit
-def _combine_kernel(
-    partial,
-    statistics,
-    out,
-    out_stride,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+def _joined(partial, statistics, head, HEAD_DIM: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
+    """One head's result from those of its splits; read past the L1, which knows nothing of other programs' stores."""
     d = tl.arange(0, D)
-    at = (row * HEADS + head) * SPLITS + tl.arange(0, SPLITS)
-    best, total = tl.load(statistics + 2 * at), tl.load(statistics + 2 * at + 1)
+    at = head * SPLITS + tl.arange(0, SPLITS)
+    best = tl.load(statistics + 2 * at, cache_modifier=".cg")
+    total = tl.load(statistics + 2 * at + 1, cache_modifier=".cg")
     # The first split always holds a token; the others may be empty, with -inf and nothing in them.
     weights = tl.exp(best - tl.max(best, 0))
-    mixed = tl.load(partial + at[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
-    result = tl.sum(mixed * weights[:, None], 0) / tl.sum(total * weights, 0)
-    tl.store(out + row * out_stride + head * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    mask = (d < HEAD_DIM)[None, :]
+    mixed = tl.load(partial + at[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(mixed * weights[:, None], 0) / tl.sum(total * weights, 0)
 
 
 def splits_for(rows: int, kv_heads: int, max_length: int) -> int:
@@ -225,12 +224,14 @@ def decode_attention(
     norms: QkNorm,
     *,
     splits: int,
+    arrived: Tensor,
 ) -> None:
     """Append one token per row to the cache and write its attention into `out` (rows, heads · head_dim).
 
     `qkv`: (rows, (heads + 2 kv_heads) · head_dim), q first; `keys`, `values`: (slots, kv_heads, max_length, head_dim),
     contiguous, of the same dtype; `slots`, `positions`: (rows,) int64, no slot twice unless nobody reads it; `tables`:
-    cos and sin, (max_length, rotary) fp32. `splits`: a power of two.
+    cos and sin, (max_length, rotary) fp32. `splits`: a power of two. `arrived`: at least rows · kv_heads zeros, int32,
+    which are zeros again afterwards; launches that may run at the same time must not share them.
     """
     rows = qkv.shape[0]
     partial = qkv.new_empty((rows, shape.heads, splits, shape.head_dim), dtype=_FP32)
@@ -251,6 +252,7 @@ def decode_attention(
         out,
         partial,
         statistics,
+        arrived,
         qkv.stride(0),
         keys.stride(0),
         keys.stride(1),
@@ -281,17 +283,3 @@ def decode_attention(
         num_warps=4,
         **launch_options(pdl),
     )
-    if splits > 1:
-        _combine_kernel[(shape.heads, rows)](
-            partial,
-            statistics,
-            out,
-            out.stride(0),
-            HEADS=shape.heads,
-            HEAD_DIM=shape.head_dim,
-            D=width,
-            SPLITS=splits,
-            PDL=pdl,
-            num_warps=4,
-            **launch_options(pdl),
-        )

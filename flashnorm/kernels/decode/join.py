@@ -31,8 +31,8 @@ def _join_kernel(
 ):
     m = tl.program_id(0).to(tl.int64)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     scale = multiplier
     if NORM:
         squares = tl.zeros((BLOCK,), tl.float32)

@@ -77,8 +77,8 @@ def _matvec_kernel(
     if GATED:
         up_tile = _tile(up_rows, columns, K)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up_products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)

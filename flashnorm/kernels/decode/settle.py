@@ -24,8 +24,8 @@ def _likeliest_kernel(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = n
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for start in range(0, SHARE, BLOCK):
         value = tl.load(logits + row * stride + start + n, mask=start + n < V, other=float("-inf"))
         at = tl.where(value > best, start + n, at)
@@ -36,13 +36,11 @@ def _likeliest_kernel(
 
 
 @triton.jit
-def _settle_kernel(
-    highs, indices, slots, positions, chosen, lengths, following, spare, V, PARTS: tl.constexpr, PDL: tl.constexpr
-):
+def _settle_kernel(highs, indices, slots, chosen, lengths, following, spare, V, PARTS: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     parts = row * PARTS + tl.arange(0, PARTS)
     value, index = tl.load(highs + parts), tl.load(indices + parts)
     token = tl.min(tl.where(value == tl.max(value, 0), index, V), 0)
@@ -50,15 +48,13 @@ def _settle_kernel(
     slot = tl.load(slots + row)
     tl.store(following + row, token)
     tl.store(chosen + slot, token)
-    tl.store(lengths + slot, tl.where(slot == spare, 0, tl.load(positions + row) + 1))
+    tl.store(lengths + slot, tl.where(slot == spare, 0, tl.load(lengths + slot) + 1))
 
 
-def settle(
-    logits: Tensor, slots: Tensor, positions: Tensor, chosen: Tensor, lengths: Tensor, following: Tensor, *, spare: int
-) -> None:
-    """chosen[slots] = following = argmax(logits); lengths[slots] = positions + 1, but 0 for the slot `spare`.
+def settle(logits: Tensor, slots: Tensor, chosen: Tensor, lengths: Tensor, following: Tensor, *, spare: int) -> None:
+    """chosen[slots] = following = argmax(logits); lengths[slots] += 1, but 0 for the slot `spare`.
 
-    `logits`: (rows, vocabulary) fp32, rows contiguous; `slots`, `positions`, `following`: (rows,) int64; `chosen`,
+    `logits`: (rows, vocabulary) fp32, rows contiguous; `slots`, `following`: (rows,) int64; `chosen`,
     `lengths`: (slots,) int64. No slot but `spare` twice.
     """
     rows, V = logits.shape
@@ -70,6 +66,6 @@ def settle(
         logits, highs, indices, logits.stride(0), V, share, _BLOCK, _PARTS, pdl, num_warps=4, **launch_options(pdl)
     )
     _settle_kernel[(rows,)](
-        highs, indices, slots, positions, chosen, lengths, following, spare, V, _PARTS, pdl,
+        highs, indices, slots, chosen, lengths, following, spare, V, _PARTS, pdl,
         num_warps=1, **launch_options(pdl),
     )  # fmt: skip

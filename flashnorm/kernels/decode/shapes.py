@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +33,25 @@ class QkNorm:
     q_gain: Tensor | None = None
     k_eps: float | None = None
     k_gain: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a whole model's step is compiled for.
+
+    `rotary`: half the turning channels; `gated`: the MLP has a gate; `capped`: attention's scores are; `gains`: some
+    norm before a linear has a gain.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: int
+    interleaved: bool
+    gated: bool
+    activation: str
+    capped: bool
+    gains: bool
+    dtype: torch.dtype

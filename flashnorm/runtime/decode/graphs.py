@@ -62,7 +62,9 @@ class Runner:
     def _fill(self, bucket: int, active: tuple[int, ...]) -> Tensor:
         """The bucket's rows, set to these slots and then the spare one; copied only when they change."""
         device = self._state.lengths.device
-        rows = self._rows.setdefault(bucket, torch.full((bucket,), self._state.spare, device=device))
+        if bucket not in self._rows:
+            self._rows[bucket] = torch.full((bucket,), self._state.spare, device=device)
+        rows = self._rows[bucket]
         if self._filled.get(bucket) != active:
             rows.copy_(torch.tensor([*active, *[self._state.spare] * (bucket - len(active))]))
             self._filled[bucket] = active

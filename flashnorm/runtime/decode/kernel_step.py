@@ -1,7 +1,8 @@
 """One step of some rows against the cache, through the decode kernels.
 
-One row: every weight is read by a matrix-vector kernel that does all that surrounds the product. Several rows: the
-deferred operations and the library's matmuls read every weight once for all rows.
+One row: every weight is read by a matrix-vector kernel that does all that surrounds the product, or, where that is
+asked for, the whole step is one kernel. Several rows: the deferred operations and the library's matmuls read every
+weight once for all rows.
 """
 
 from __future__ import annotations
@@ -13,29 +14,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashnorm.kernels.decode.attention import decode_attention, splits_for
+from flashnorm.kernels.decode.begin import begin
 from flashnorm.kernels.decode.join import join
 from flashnorm.kernels.decode.matvec import Surroundings, matvec, tile_for
 from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
 from flashnorm.runtime.decode.cache import Cache
+from flashnorm.runtime.decode.one_kernel import whole_step
 from flashnorm.runtime.decode.packing import PackedLayer, Packing
 from flashnorm.runtime.decode.prefill import activated, head_logits, normed_linear
 from flashnorm.runtime.decode.spec import Attention, Linear, Mlp, Norm, Spec
-from flashnorm.runtime.decode.step import embed
 
 
 class KernelStep:
     """The same as `TorchStep`, on a device that Triton runs on; what it queues can be captured in a graph."""
 
-    def __init__(self, spec: Spec, packing: Packing, cache: Cache) -> None:
+    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, one_kernel: bool = False) -> None:
+        """Raises `Unsupported` where `one_kernel` is asked for and the GPU or the model does not allow it."""
         self._spec, self._packing, self._cache = spec, packing, cache
+        self._whole = whole_step(spec, packing, cache) if one_kernel else None
+        slots, most = cache.keys[0].shape[0], max(layer.attention.kv_heads for layer in spec.layers)
+        self._arrived = torch.zeros(2 * slots * most, dtype=torch.int32, device=spec.device)  # rows: a power of two
 
-    def __call__(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        x = embed(self._spec, tokens)
+    def __call__(self, slots: Tensor, chosen: Tensor, lengths: Tensor) -> Tensor:
+        if self._whole is not None and len(slots) == 1:
+            return self._whole(slots, chosen, lengths)
+        x, positions = begin(slots, chosen, lengths, self._spec.embedding.detach(), self._spec.multiplier)
         caches = zip(self._cache.keys, self._cache.values, strict=True)
         for layer, packed, cache in zip(self._spec.layers, self._packing.layers, caches, strict=True):
-            x = _attention(x, layer.attention, packed, cache, slots, positions)
+            x = self._attention(x, layer.attention, packed, cache, slots, positions)
             x = _mlp(x, layer.mlp, packed)
         return self._logits(x)
+
+    def _attention(
+        self, x: Tensor, by: Attention, packed: PackedLayer, cache: tuple[Tensor, Tensor], slots: Tensor, at: Tensor
+    ) -> Tensor:
+        if len(x) == 1:
+            qkv = _matvec(x, packed.qkv, packed.qkv.rows, _after(by.norm, bias=packed.qkv.bias))
+        else:
+            qkv = normed_linear(x, by.norm, packed.qkv)
+        attended = x.new_empty((len(x), by.heads * by.head_dim))
+        decode_attention(
+            qkv,
+            *cache,
+            slots,
+            at,
+            None if by.rope is None else (by.rope.cos, by.rope.sin),
+            attended,
+            _shape(by),
+            _qk_norm(by),
+            splits=splits_for(len(x), by.kv_heads, cache[0].shape[2]),
+            arrived=self._arrived,
+        )
+        return _output(x, attended, by.out, by)
 
     def _logits(self, x: Tensor) -> Tensor:
         head = self._spec.head
@@ -44,28 +74,6 @@ class KernelStep:
         around = _after(head.norm, bias=head.linear.bias, multiplier=head.multiplier)
         logits = _matvec(x, head.linear, head.linear.rows, around, dtype=torch.float32)
         return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
-
-
-def _attention(
-    x: Tensor, by: Attention, packed: PackedLayer, cache: tuple[Tensor, Tensor], slots: Tensor, positions: Tensor
-) -> Tensor:
-    if len(x) == 1:
-        qkv = _matvec(x, packed.qkv, packed.qkv.rows, _after(by.norm, bias=packed.qkv.bias))
-    else:
-        qkv = normed_linear(x, by.norm, packed.qkv)
-    attended = x.new_empty((len(x), by.heads * by.head_dim))
-    decode_attention(
-        qkv,
-        *cache,
-        slots,
-        positions,
-        None if by.rope is None else (by.rope.cos, by.rope.sin),
-        attended,
-        _shape(by),
-        _qk_norm(by),
-        splits=splits_for(len(x), by.kv_heads, cache[0].shape[2]),
-    )
-    return _output(x, attended, by.out, by)
 
 
 def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flashnorm.errors import CapacityError, Refusal
+from flashnorm.errors import CapacityError, Refusal, Unsupported
 from flashnorm.runtime.decode.cache import Cache, allocate
 from flashnorm.runtime.decode.graphs import Runner
 from flashnorm.runtime.decode.guard import running_on
@@ -40,13 +40,15 @@ class Program(Slots):
         max_length: int | None = None,
         kernels: bool | None = None,
         graphs: bool | None = None,
+        one_kernel: bool = False,
         chunk: int = CHUNK,
     ) -> None:
         """`slots`: sequences at once; `max_length`: tokens of one, at most (default) those that the spec was read for.
 
         `kernels`: run steps through the Triton kernels (default: on a CUDA device). `graphs`: capture them (default:
-        with kernels on a CUDA device). `chunk`: tokens of a prompt at once. Raises `CapacityError` where the cache does
-        not fit, and `Refusal` for sizes that make no sense.
+        with kernels on a CUDA device). `one_kernel`: run steps of one sequence as one kernel, which needs a Hopper GPU.
+        `chunk`: tokens of a prompt at once. Raises `CapacityError` where the cache does not fit, `Refusal` for sizes
+        that make no sense, and `Unsupported` where one kernel is asked for and cannot be.
         """
         max_length = spec.max_length if max_length is None else max_length
         if slots < 1 or not 1 <= max_length <= spec.max_length:
@@ -61,9 +63,9 @@ class Program(Slots):
         self._settings = [_GREEDY] * slots
         capture = on_gpu and kernels if graphs is None else graphs
         with running_on(spec.device):
-            self._prepare(kernels, capture, chunk)
+            self._prepare(kernels, one_kernel, capture, chunk)
 
-    def _prepare(self, kernels: bool, capture: bool, chunk: int) -> None:
+    def _prepare(self, kernels: bool, one_kernel: bool, capture: bool, chunk: int) -> None:
         spec, slots = self._spec, self.slots
         # One slot more than is offered: rows that fill a bucket up run in it, and nobody reads it.
         self.cache: Cache = allocate(spec, slots + 1, self._max_length)
@@ -71,7 +73,7 @@ class Program(Slots):
         table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
         self._state = State(slots, spec.device, table, kernels=kernels)
         self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk)
-        self._runner = Runner(self._make_step(kernels), self._state, capture=capture)
+        self._runner = Runner(self._make_step(kernels, one_kernel), self._state, capture=capture)
 
     @property
     def slots(self) -> int:
@@ -131,12 +133,14 @@ class Program(Slots):
         self._runner.close()
         self._packing.undo()
 
-    def _make_step(self, kernels: bool) -> Step:
-        if not kernels:
+    def _make_step(self, kernels: bool, one_kernel: bool) -> Step:
+        if one_kernel and self._spec.device.type != "cuda":
+            raise Unsupported(f"a step as one kernel needs a GPU; the model is on {self._spec.device}")
+        if not kernels and not one_kernel:
             return TorchStep(self._spec, self.cache)
         from flashnorm.runtime.decode.kernel_step import KernelStep
 
-        return KernelStep(self._spec, self._packing, self.cache)
+        return KernelStep(self._spec, self._packing, self.cache, one_kernel=one_kernel)
 
     def _step(self, active: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         greedy = all(self._settings[slot].greedy for slot in active)

@@ -59,6 +59,7 @@ class SamplingTable:
         self._numbers = torch.zeros(slots, 5, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
+        self._true = torch.ones((), dtype=torch.bool, device=device)
         for slot in range(slots):
             self.set(slot, Sampling())
 
@@ -68,6 +69,10 @@ class SamplingTable:
         self._numbers[slot] = torch.tensor([*row, sampling.repetition_penalty], device=self._numbers.device)
         self._seeds[slot] = ((sampling.seed + 2**63) % 2**64) - 2**63
         self.seen[slot] = False
+
+    def see(self, slots: Tensor, tokens: Tensor) -> None:
+        """Note one token of each of these slots; both (rows,). Can be captured in a graph."""
+        self.seen.index_put_((slots, tokens), self._true)
 
     def choose(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Tokens (rows,) int64 for `logits` (rows, vocabulary) of the given `slots` (rows,).

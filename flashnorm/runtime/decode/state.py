@@ -37,23 +37,23 @@ class State:
 
         Reads and writes device memory only, the same at every call, so that it can be captured.
         """
-        tokens, positions = self.chosen[slots], self.lengths[slots]
-        logits = step(tokens, slots, positions)
+        logits = step(slots, self.chosen, self.lengths)
         if greedy and self._kernels:
-            return logits, self._settled(logits, slots, positions)
+            return logits, self._settled(logits, slots)
         if not greedy:
-            self._table.seen[slots, tokens] = True
-        following = self._next(logits, slots, positions + 1, greedy=greedy)
+            self._table.see(slots, self.chosen[slots])
+        lengths = self.lengths[slots] + 1
+        following = self._next(logits, slots, lengths, greedy=greedy)
         self.chosen[slots] = following
-        self.lengths[slots] = positions + 1
+        self.lengths[slots] = lengths
         self.lengths[self.spare :].zero_()
         return logits, following
 
-    def _settled(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def _settled(self, logits: Tensor, slots: Tensor) -> Tensor:
         from flashnorm.kernels.decode.settle import settle
 
         following = torch.empty_like(slots)
-        settle(logits, slots, positions, self.chosen, self.lengths, following, spare=self.spare)
+        settle(logits, slots, self.chosen, self.lengths, following, spare=self.spare)
         return following
 
     def _next(self, logits: Tensor, slots: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:

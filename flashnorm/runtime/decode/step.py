@@ -19,11 +19,11 @@ from flashnorm.runtime.decode.spec import Attention, Mlp, Spec
 class Step(Protocol):
     """Appends one token to each row's sequence and gives the logits after it.
 
-    `tokens`, `slots`, `positions`: (rows,) int64 on the device; the token stands at its position, behind which
-    the slot's cache is filled. Writes its keys and values there. Returns (rows, vocabulary) fp32.
+    `slots`: (rows,); `chosen`, `lengths`: (slots,), each slot's token and how many lie in its cache before it, where
+    the token's keys and values are written. All int64 on the device. Returns (rows, vocabulary) fp32.
     """
 
-    def __call__(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor: ...
+    def __call__(self, slots: Tensor, chosen: Tensor, lengths: Tensor) -> Tensor: ...
 
 
 class TorchStep:
@@ -32,10 +32,10 @@ class TorchStep:
     def __init__(self, spec: Spec, cache: Cache) -> None:
         self._spec, self._cache = spec, cache
 
-    def __call__(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        x = embed(self._spec, tokens[:, None])
-        at = positions[:, None]
-        reach = int(positions.max()) + 1
+    def __call__(self, slots: Tensor, chosen: Tensor, lengths: Tensor) -> Tensor:
+        x = embed(self._spec, chosen[slots][:, None])
+        at = lengths[slots][:, None]
+        reach = int(at.max()) + 1
         for layer, keys, values in zip(self._spec.layers, self._cache.keys, self._cache.values, strict=True):
             x = self._attention(x, layer.attention, (keys, values), slots, at, reach)
             x = self._mlp(x, layer.mlp)

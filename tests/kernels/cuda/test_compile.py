@@ -10,12 +10,13 @@ import torch
 
 from flashnorm.errors import KernelError
 from flashnorm.kernels.configs import Streamed, TmaGemm
-from flashnorm.kernels.cuda.memory import streamed_bytes, tma_gemm_bytes
+from flashnorm.kernels.cuda.memory import SHARED_MEMORY, streamed_bytes, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
+from flashnorm.kernels.decode.shapes import StepShape
 
 _INSTALL = "NVIDIA's compiler and bindings are not installed; pip install 'flashnorm[gpu]'"
 pytest.importorskip("cuda.bindings.nvrtc", reason=_INSTALL)
-from flashnorm.kernels.cuda import compiler, streamed, tma_gemm  # noqa: E402
+from flashnorm.kernels.cuda import compiler, decode_step, streamed, tma_gemm  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -66,6 +67,32 @@ def test_the_streamed_kernel_compiles_and_fits_its_shared_memory(k, config, acti
     aligning = 128
     size = streamed_bytes(config, gated=activation is not None) - aligning
     assert compiler.cubin(with_size(streamed.source(config, k, dtype, activation), "empty", size), "sm_90a")
+
+
+STEPS = {  # a model of each kind: what it is compiled for
+    "llama 1b": StepShape(2048, 8192, 32, 8, 64, 32, False, True, "silu", False, False, torch.bfloat16),
+    "llama 8b": StepShape(4096, 14336, 32, 8, 128, 64, False, True, "silu", False, True, torch.bfloat16),
+    "smollm2": StepShape(576, 1536, 9, 3, 64, 32, False, True, "silu", False, False, torch.float16),
+    "gemma2": StepShape(2304, 9216, 8, 4, 256, 128, False, True, "gelu_tanh", True, True, torch.bfloat16),
+    "odd": StepShape(48, 80, 4, 2, 16, 4, True, False, "relu2", False, False, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_step_compiles_and_is_laid_out_as_python_has_it(name):
+    shape = STEPS[name]
+    settings = decode_step.settings_for(shape)
+    size = decode_step.shared_bytes(shape, settings)
+    some = torch.zeros(1, 1, 1)
+    layer = decode_step.packed_layer(decode_step.LayerData(*[some] * 6, scale=1.0))
+    step = decode_step.packed_step(decode_step.Ends(some, some), *[some] * 8, layers=1)
+    asserted = f"""
+        static_assert(sizeof(Shared) <= {size - 128}, "Python reckons too little");
+        static_assert(sizeof(Layer) == {len(layer)}, "another layer");
+        static_assert(sizeof(Step) == {len(step)}, "another step");
+    """
+    assert size <= SHARED_MEMORY
+    assert compiler.cubin(decode_step.source(shape, settings) + asserted, "sm_90a")
 
 
 def test_too_little_memory_is_seen():

@@ -15,7 +15,7 @@ def settled(logits: torch.Tensor, slots: list[int], spare: int = 4) -> tuple[tor
     chosen, lengths = torch.full((5,), -1, device=device), torch.arange(10, 15, device=device)
     at = torch.tensor(slots, device=device)
     following = torch.full((len(slots),), -1, device=device)
-    settle(logits, at, lengths[at], chosen, lengths, following, spare=spare)
+    settle(logits, at, chosen, lengths, following, spare=spare)
     return chosen, lengths, following
 
 

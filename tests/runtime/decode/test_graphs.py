@@ -20,7 +20,8 @@ class _Counting:
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[int], list[int]]] = []
 
-    def __call__(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, slots: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        tokens, positions = chosen[slots], lengths[slots]
         self.calls.append((tokens.tolist(), slots.tolist(), positions.tolist()))
         return torch.nn.functional.one_hot((tokens + 1) % VOCABULARY, VOCABULARY).float()
 

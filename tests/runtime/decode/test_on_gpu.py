@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -49,30 +50,42 @@ def filled(model: nn.Module, sampling: Sampling = Sampling(), **options: object)
     return program
 
 
+def far_apart(model: nn.Module, length: int, **options: object) -> torch.Tensor:
+    """Logits of the last eight of `length` tokens, as a program with these options decodes them."""
+    ids = [t % 100 for t in tokens(length)]
+    program = Program(read_spec(model, max_length=length), slots=2, **options)
+    program.prefill(1, ids[:-8])
+    logits = torch.cat([program.decode({1: token}) for token in ids[-8:]])
+    program.close()
+    return logits
+
+
 def joining_and_leaving() -> Iterator[tuple[int, ...]]:
     for _ in range(8):
         yield from [(0,), (3, 1), (4, 0, 2), (0, 1, 2, 3, 4), (2,)]
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3)])
-def test_replay_equals_eager_bitwise(model, sampling):
-    eager, captured = (filled(model, sampling, graphs=graphs) for graphs in (False, True))
+def test_replay_equals_eager_bitwise(model, sampling, one_kernel):
+    eager, captured = (filled(model, sampling, graphs=graphs, one_kernel=one_kernel) for graphs in (False, True))
     for active in joining_and_leaving():
         assert torch.equal(eager.advance(active), captured.advance(active))
         given = {slot: 7 + slot for slot in active}
         assert torch.equal(eager.decode(given), captured.decode(given))
 
 
-def test_a_thousand_replays_are_the_same(model):
-    program = filled(model)
+@pytest.mark.parametrize(("active", "one_kernel"), [((0, 1, 2), False), ((1,), False), ((1,), True)])
+def test_a_thousand_replays_are_the_same(model, active, one_kernel):
+    program = filled(model, one_kernel=one_kernel)
     state = program._state
-    program.advance((0, 1, 2))
+    program.advance(active)
     kept = state.lengths.clone(), state.chosen.clone()
     first = None
     for _ in range(1000):
         state.lengths.copy_(kept[0])
         state.chosen.copy_(kept[1])
-        logits, following = program._runner.run((0, 1, 2), greedy=True)
+        logits, following = program._runner.run(active, greedy=True)
         first = (logits.clone(), following.clone()) if first is None else first
         assert torch.equal(logits, first[0])
         assert torch.equal(following, first[1])
@@ -84,15 +97,15 @@ def _uncached(model: nn.Module, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_cached_logits_are_not_farther_from_fp32_than_stocks(name, rows):
+@pytest.mark.parametrize(("rows", "one_kernel"), [(1, False), (3, False), (1, True)])
+def test_cached_logits_are_not_farther_from_fp32_than_stocks(name, rows, one_kernel):
     """Every step of 76: bf16 program and bf16 stock model against the fp32 model of the same values."""
     half = tiny(name, torch.bfloat16).cuda()
     exact = tiny(name).cuda()
     exact.load_state_dict({k: v.float() for k, v in half.state_dict().items()})
     ids = tokens(96)
     expected, stock = _uncached(exact, ids), _uncached(half, ids)
-    program = Program(read_spec(half, max_length=96), slots=rows)
+    program = Program(read_spec(half, max_length=96), slots=rows, one_kernel=one_kernel)
     for slot in range(rows):
         program.prefill(slot, ids[:20])
     mine = torch.stack([program.decode(dict.fromkeys(range(rows), ids[at]))[-1] for at in range(20, 96)])
@@ -109,6 +122,32 @@ def test_fp32_steps_agree_with_stock_at_every_step(name):
     for at in range(20, 96):
         logits = program.decode({1: ids[at]})[0]
         assert (logits - expected[at]).norm() <= 2e-5 * expected[at].norm()
+
+
+@pytest.mark.parametrize("length", [9, 70, 300, 1000, 3500])
+def test_one_kernel_is_as_near_to_fp32_as_many(model, length):
+    """At lengths of one block and of many for each head."""
+    many, one = (far_apart(model, length, one_kernel=one_kernel) for one_kernel in (False, True))
+    exact = far_apart(copy.deepcopy(model).float(), length)
+    assert (one - exact).norm() <= 1.05 * (many - exact).norm()
+
+
+def test_two_steps_of_one_kernel_each_at_once(model):
+    """Each fills the whole GPU and waits for its own blocks: none may be left half started."""
+    programs = [filled(model, one_kernel=True) for _ in range(2)]
+    expected = [programs[0].advance((0,)).item() for _ in range(200)]
+    programs = [filled(model, one_kernel=True) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in programs]
+    for program in programs:
+        program.advance((0,))
+    torch.cuda.synchronize()
+    taken: list[list[torch.Tensor]] = [[], []]
+    for _ in range(199):
+        for program, stream, tokens_ in zip(programs, streams, taken, strict=True):
+            with torch.cuda.stream(stream):
+                tokens_.append(program.advance((0,)))
+    torch.cuda.synchronize()
+    assert all([token.item() for token in tokens_] == expected[1:] for tokens_ in taken)
 
 
 def test_a_second_program_and_a_swept_allocator_disturb_nothing(model):

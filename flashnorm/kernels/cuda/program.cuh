@@ -1,0 +1,41 @@
+// A decode step as data. Vectors (gains, biases, angles) are fp32; a null pointer: there is none; an eps below zero: no
+// norm. Matrices are of the model's dtype with rows that follow each other.
+
+struct Norm {
+    const float* gain;  // before the matmul, where it is not folded
+    float eps;
+};
+
+struct Post {  // between a branch and the residual stream
+    const float* gain;
+    float eps, multiplier;
+};
+
+struct Layer {
+    const u16 *qkv, *out, *up, *down;  // q, k, v; gate and up
+    const float *qkv_bias, *out_bias, *up_bias, *down_bias;
+    const float *q_gain, *k_gain, *cos, *sin;
+    u16 *keys, *values;
+    Norm attention, mlp;
+    Post attention_post, mlp_post;
+    float q_eps, k_eps, scale, softcap;  // softcap 0: none
+    int window;                          // 0: none
+};
+
+struct Words {  // one allocation, in this order; in a cluster in shared memory
+    u64 *qkv, *parts, *attended, *attention, *inner, *mlp;
+};
+
+struct Step {
+    const Layer* layer;
+    const u16 *embedding, *head;
+    const float* head_bias;
+    Norm head_norm;
+    const long long *slot, *chosen, *lengths;  // the latter two by slot
+    float* logits;
+    u64* words;
+    u32 *epoch, *left;
+    long long slot_stride, head_stride;  // of the cache, in elements
+    float multiplier, head_multiplier, head_softcap;
+    int layers, vocabulary, words_in_all;
+};

@@ -1,0 +1,66 @@
+// A ring of slots in shared memory that one warp fills with bulk copies and all the others read, in one order
+// that both know: the stream never stops between one linear and the next, since weights do not wait for activations.
+// Macros: STAGES, SLOT (bytes, a multiple of 128), WARPS, ON_THE_WAY (slots that are asked for at once: enough to keep
+// memory busy; more would only make everybody else wait longer).
+
+constexpr int THREADS = WARP * WARPS;  // that consume
+
+struct Ring {
+    alignas(128) char slots[STAGES][SLOT];
+    u64 full[STAGES], empty[STAGES];
+
+    __device__ __forceinline__ void init() {
+        for (int slot = 0; slot < STAGES; slot++) {
+            barrier_init(&full[slot], 1);
+            barrier_init(&empty[slot], WARPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+};
+
+// One side's place in the ring.
+struct Cursor {
+    int slot = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// The producing warp's.
+struct Filler {
+    Ring& ring;
+    Cursor at, coming;
+    int asked = 0;
+
+    // Fill the next slot with `rows` of `bytes` each, which come to lie `pitch` apart; a lane copies a row, `from` its own.
+    __device__ __forceinline__ void fill(const void* from, u32 bytes, int rows, int pitch) {
+        const int lane = threadIdx.x % WARP;
+        if (asked == ON_THE_WAY) {
+            barrier_wait(&ring.full[coming.slot], coming.phase);
+            coming.advance();
+        } else {
+            asked++;
+        }
+        barrier_wait(&ring.empty[at.slot], at.phase ^ 1);
+        if (lane == 0) barrier_expect(&ring.full[at.slot], bytes * rows);
+        __syncwarp();
+        if (lane < rows) load_bytes(ring.slots[at.slot] + lane * pitch, from, bytes, &ring.full[at.slot]);
+        at.advance();
+    }
+};
+
+__device__ __forceinline__ const char* await(Ring& ring, const Cursor& at) {
+    barrier_wait(&ring.full[at.slot], at.phase);
+    return ring.slots[at.slot];
+}
+
+// The warp has read all it needs of the slot.
+__device__ __forceinline__ void done(Ring& ring, Cursor& at) {
+    __syncwarp();
+    release(&ring.empty[at.slot]);
+    at.advance();
+}
+
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
