@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 
 import pytest
 
+from flashnorm.bench.e2e.figures import figures
 from tests.bench.e2e.records import record
 from tools import runtime_tables
 from tools.runtime_tables import PAGES, RECORD, TABLES, with_tables
+from tools.tables import RECORDS, read
 
 
 @pytest.fixture
@@ -64,11 +67,6 @@ def test_a_changed_record_changes_the_pages(recorded):
 
 
 def test_what_the_record_says_of_itself_follows_from_its_samples():
-    from statistics import median
-
-    from flashnorm.bench.e2e.figures import figures
-    from tools.tables import RECORDS, read
-
     path = RECORDS / f"{RECORD}.json"
     for kept in [record(), *([read(path)] if path.exists() else [])]:
         for row in kept["rows"]:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashnorm.bench.clock import timed
 from flashnorm.bench.e2e.contender import CHECKED, Trace
 from flashnorm.bench.e2e.recipe import RecipeModel
-from flashnorm.bench.e2e.rows import LEAD, Row
+from flashnorm.bench.e2e.rows import LEAD, RECIPE, Row
+from flashnorm.errors import CheckFailed
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -30,6 +32,7 @@ class RecipeSteps:
 
     @torch.no_grad()
     def trace(self) -> Trace:
+        skipped = skipped_graphs()
         tokens, logits, position = self._read_prompts()
         fed, seen = [tokens], [logits]
         with sdpa_kernel(SDPBackend.MATH):  # the one that the compiler sees through, as in gpt-fast
@@ -38,6 +41,8 @@ class RecipeSteps:
                 position += 1
                 fed.append(tokens)
                 seen.append(logits)
+        if position.is_cuda and self._step is not self._model:
+            require_graphs(skipped)
         chosen = torch.cat(fed, 1)
         return Trace(torch.cat([self._prompts, chosen[:, :-1]], 1), torch.stack(seen, 1), chosen)
 
@@ -61,6 +66,17 @@ class RecipeSteps:
         length = self._prompts.shape[1]
         tokens, logits = self._model(self._prompts, torch.arange(length, device=self._prompts.device))
         return tokens, logits, torch.tensor([length], device=tokens.device)
+
+
+def skipped_graphs() -> int:
+    """How often the compiler has gone without CUDA graphs in this process."""
+    return int(counters["inductor"]["cudagraph_skips"])
+
+
+def require_graphs(before: int) -> None:
+    """Raise `CheckFailed` where that happened since there were `before`: then it is not the recipe that is timed."""
+    if skipped_graphs() > before:
+        raise CheckFailed(f"{RECIPE} is not what is timed: the compiler left CUDA graphs out; nothing was timed")
 
 
 def _compiled(model: RecipeModel, *, tuned: bool) -> Step:

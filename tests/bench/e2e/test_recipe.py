@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from flashnorm.bench.e2e.contender import CHECKED
 from flashnorm.bench.e2e.correctness import Judge
 from flashnorm.bench.e2e.recipe import RecipeLayer, RecipeModel
-from flashnorm.bench.e2e.recipe_steps import RecipeSteps
+from flashnorm.bench.e2e.recipe_steps import RecipeSteps, require_graphs, skipped_graphs
 from flashnorm.bench.e2e.rows import RECIPE, Row
 from flashnorm.errors import CheckFailed, Unsupported
 from flashnorm.runtime.decode.program import Program
@@ -102,6 +103,14 @@ def test_no_weight_is_copied(beside_a_program):
     assert torch.equal(model(prompts()).logits, before)
     if program is not None:
         program.close()
+
+
+def test_a_step_without_cuda_graphs_is_not_the_recipe(monkeypatch):
+    before = skipped_graphs()
+    require_graphs(before)
+    monkeypatch.setitem(counters["inductor"], "cudagraph_skips", before + 1)
+    with pytest.raises(CheckFailed, match="left CUDA graphs out"):
+        require_graphs(before)
 
 
 def test_biases_are_refused():
