@@ -95,11 +95,11 @@ def rows_to_keep(path: Path, source: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        kind, theirs, rows = record["kind"], record["provenance"], record["rows"]
+        kind, theirs, rows = record["kind"], dict(record["provenance"]), list(record["rows"])
+        found = {row["name"] for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{path} exists and is no record ({error}); name another file") from error
-    names = {row.name for row in ROWS}
-    if kind != KIND or any(row["name"] not in names for row in rows):
+    if kind != KIND or not found <= {row.name for row in ROWS}:
         raise OutputError(f"{path} is a record of something else, or of other rows; name another file")
     if source["commit"] is None:
         raise OutputError(f"{path} exists, and the commit that runs is not known; pass --commit, or name another file")
@@ -110,7 +110,7 @@ def rows_to_keep(path: Path, source: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{path} was measured with another {key} ({theirs.get(key)}, now {source[key]}), and rows of both in one "
             "record could not be compared; name another file"
         )
-    return list(rows)
+    return rows
 
 
 def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -76,7 +76,15 @@ def test_an_unknown_commit_is_refused_only_where_there_is_a_record(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"kind": "op"}', '{"kind": "op", "provenance": {}, "rows": []}', '{"rows": 1, "kind": "e2e"}']
+    "text",
+    [
+        "",
+        "[]",
+        '{"kind": "op", "provenance": {}, "rows": []}',
+        '{"kind": "e2e", "provenance": {}, "rows": 1}',
+        '{"kind": "e2e", "provenance": {}, "rows": [1]}',
+        '{"kind": "e2e", "provenance": 1, "rows": []}',
+    ],
 )
 def test_other_files_are_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "record.json"
