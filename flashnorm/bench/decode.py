@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from flashnorm.bench.clock import timed
 from flashnorm.bench.limits import measure_ceilings
 from flashnorm.runtime.decode.program import Program
 from flashnorm.runtime.decode.reading import read_spec
@@ -19,6 +19,7 @@ from flashnorm.runtime.decode.sampling import Sampling
 from flashnorm.runtime.decode.spec import Spec, linears_of
 
 _WARMUP = 8
+_GREEDY = Sampling()
 _COMMON = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 
 # Name -> Transformers' config class and the published sizes; weights are random.
@@ -110,15 +111,8 @@ def tokens_per_second(
     runs = []
     try:
         for run in range(repeats):
-            _refill(program, spec, prompt, sampling or Sampling(), seed=run)
-            for _ in range(_WARMUP):
-                program.advance(active)
-            _synchronize(spec.device)
-            start = time.perf_counter()
-            for _ in range(tokens):
-                program.advance(active)
-            _synchronize(spec.device)
-            runs.append(1e6 * (time.perf_counter() - start) / tokens)
+            fill(program, random_prompts(spec.embedding.shape[0], rows, prompt, seed=run), sampling or Sampling())
+            runs.append(timed(lambda: program.advance(active), tokens, spec.device, lead=_WARMUP))
     finally:
         program.close()
     if bytes_per_us is None and spec.device.type == "cuda":
@@ -139,14 +133,16 @@ def bytes_per_step(spec: Spec, rows: int, context: int) -> int:
     return (weights + rows * cached) * spec.dtype.itemsize
 
 
-def _refill(program: Program, spec: Spec, prompt: int, sampling: Sampling, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for slot in range(program.slots):
+def random_prompts(vocabulary: int, rows: int, length: int, seed: int = 0) -> Tensor:
+    """Token ids (rows, length) int64 on the CPU."""
+    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def fill(program: Program, prompts: Tensor, sampling: Sampling = _GREEDY) -> Tensor:
+    """Let the first slots hold these prompts (rows, length) anew; returns the logits (rows, vocabulary) after them."""
+    logits = []
+    for slot, ids in enumerate(prompts):
         if slot not in program.free_slots():
             program.free(slot)
-        program.prefill(slot, torch.randint(spec.embedding.shape[0], (prompt,), generator=generator), sampling)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        logits.append(program.prefill(slot, ids, sampling))
+    return torch.stack(logits)

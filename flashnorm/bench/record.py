@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +21,7 @@ from flashnorm.bench.op import OURS, Row, summarise
 from flashnorm.kernels.configs import to_dict
 from flashnorm.version import __version__
 
-_PACKAGES = ("torch", "triton", "flashinfer-python", "liger-kernel", "nvidia-cublas", "cuda-bindings")
+_PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "liger-kernel", "nvidia-cublas", "cuda-bindings")
 
 
 def provenance(device: torch.device, command: str, commit: str | None) -> dict[str, Any]:
@@ -59,9 +61,13 @@ def op_record(rows: Sequence[Row], ceilings: Ceilings, source: dict[str, Any]) -
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Write the record, one file per run."""
+    """Write the record, whole or not at all: what the file held before may be part of it."""
+    text = json.dumps(record, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+    os.replace(file.name, path)
 
 
 def _row(row: Row) -> dict[str, Any]:

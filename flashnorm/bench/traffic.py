@@ -47,3 +47,17 @@ def cache_bytes(model: nn.Module, context: float) -> float | None:
         window = getattr(layer, "sliding_window", None)
         total += (keys.nbytes + values.nbytes) / _PROBE * min(context, window or context)
     return total
+
+
+def prefill_operations(model: nn.Module, tokens: int) -> int:
+    """Floating-point operations that a prompt of so many tokens takes at least, the head's for its last token alone.
+
+    Two for each weight of a linear and token, and in causal attention 2 · 2 · head_dim for each query head and each
+    pair of a token with itself or one before it.
+    """
+    causal: Any = model
+    config, head = causal.config.get_text_config(), causal.get_output_embeddings()
+    linears = [part for part in causal.get_decoder().modules() if isinstance(part, nn.Linear)]
+    products = tokens * sum(part.weight.numel() for part in linears) + head.weight.numel()
+    pairs = config.num_hidden_layers * config.num_attention_heads * tokens * (tokens + 1) // 2
+    return 2 * products + 4 * config.head_dim * pairs

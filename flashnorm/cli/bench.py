@@ -1,4 +1,4 @@
-"""`flashnorm bench op`."""
+"""`flashnorm bench`: `op` is here, `e2e` beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashnorm.cli import bench_e2e
 from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from flashnorm.bench.op import Row
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, against baselines and against the limit.")
+app.command("e2e")(bench_e2e.command)
 
 
 @app.command("op")

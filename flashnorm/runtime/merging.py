@@ -49,8 +49,8 @@ class Group:
             return  # in the middle of a conversion, whose last step comes here again, or without memory
         with torch.inference_mode(False), torch.no_grad():
             self.gain = _effective_gain(norm, self.offset)
-            self.bias = None if biases[0] is None else _joined([b for b in biases if b is not None])
-            self.weight = _joined(weights)
+            self.bias = None if biases[0] is None else joined([b for b in biases if b is not None])
+            self.weight = joined(weights)
             if self.weight.is_cuda:
                 torch.cuda.synchronize(self.weight.device)  # the kernels are told that the weight is static
         for tensor in (self.weight, self.bias, self.gain):
@@ -95,7 +95,7 @@ def _effective_gain(weight: Tensor, offset: float) -> Tensor | None:
     )
 
 
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
+def joined(parameters: Sequence[Tensor]) -> Tensor:
     """All rows as one tensor, of which the parameters become parts; they may be so already."""
     first = parameters[0]
     if len(parameters) == 1:

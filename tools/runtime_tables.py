@@ -1,0 +1,69 @@
+"""Put the tables of the record of whole-model runs into the pages that speak of them.
+
+Usage: `python -m tools.runtime_tables`. How a page marks the place of a table: see `tools.tables`. Where there is no
+record yet, the places say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from flashnorm.bench.e2e.tables import ASKED, CONTENDERS, asked_lines, contender_lines
+from tools import tables
+from tools.tables import RECORDS, ROOT, table
+
+PAGES = (ROOT / "docs" / "accelerate.md", ROOT / "docs" / "decode.md")
+RECORD = "e2e-h200"
+_LEVEL_ONE = "level-one-"
+_NOT_YET = f"Not measured yet: `flashnorm bench e2e --record benchmarks/records/{RECORD}.json`.\n"
+Lines = Iterable[tuple[str, ...]]
+
+
+def asked(record: dict[str, Any]) -> str:
+    """What is asked of the whole, and what was reached."""
+    return _text(record, ASKED, asked_lines(record["rows"]))
+
+
+def contenders(record: dict[str, Any]) -> str:
+    """Every row and contender of the decode program."""
+    return _text(record, CONTENDERS, _lines(record, level_one=False))
+
+
+def level_one(record: dict[str, Any]) -> str:
+    """The rows of level one."""
+    return _text(record, CONTENDERS, _lines(record, level_one=True))
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    f"{RECORD}-asked": asked,
+    f"{RECORD}-contenders": contenders,
+    f"{RECORD}-level-one": level_one,
+}
+
+
+def with_tables(page: str) -> str:
+    """The page's text with every marked table made anew."""
+    return tables.with_tables(page, {name: partial(_made, make) for name, make in TABLES.items()})
+
+
+def _made(make: Callable[[dict[str, Any]], str]) -> str:
+    path = RECORDS / f"{RECORD}.json"
+    return make(tables.read(path)) if path.exists() else _NOT_YET
+
+
+def _lines(record: dict[str, Any], *, level_one: bool) -> Lines:
+    return contender_lines([row for row in record["rows"] if row["name"].startswith(_LEVEL_ONE) == level_one])
+
+
+def _text(record: dict[str, Any], titles: tuple[str, ...], lines: Lines) -> str:
+    source = tables.where_from(record["provenance"])
+    bandwidths = [row["ceilings"]["read_bytes_per_second"] / 1e12 for row in record["rows"]]
+    low, high = (f"{extreme:.2f}" for extreme in (min(bandwidths), max(bandwidths)))
+    read = low if low == high else f"{low} to {high}"
+    return "\n".join([*table(titles, lines), "", f"{source}. Read bandwidth measured: {read} TB/s.", ""])
+
+
+if __name__ == "__main__":
+    tables.fill(PAGES, with_tables)
