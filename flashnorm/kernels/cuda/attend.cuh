@@ -20,8 +20,7 @@ constexpr int PAIRS = SHARING * HEAD_DIM / 2;         // of output channels of a
 constexpr int OF_THREAD = (PAIRS + THREADS - 1) / THREADS;
 constexpr int MIXERS = PAIRS < THREADS ? THREADS / PAIRS : 1;  // threads that share a pair, and the tokens
 constexpr int SCORES = (TOKENS + 1 + 3) / 4 * 4;               // with the new token
-constexpr int PART_HEADS = CLUSTER ? 1 : KV_HEADS;  // in a cluster parts go to the block that joins them only
-constexpr int PART_WORDS = PART_HEADS * PAIRS * 2;  // of one stretch: sums; and as many: highest score, sum of weights
+constexpr int PART_WORDS = KV_HEADS * PAIRS * 2;  // of one stretch: sums; and as many: highest score, sum of weights
 #define NOTHING __int_as_float(0xFF800000)        // minus infinity: the score of what is not there
 static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS > 0 && SHARING <= WARPS, "does not divide");
 
@@ -298,14 +297,13 @@ __device__ __forceinline__ void publish(
 #pragma unroll
         for (int mixer = 0; mixer < MIXERS; mixer++)
             low += heads.mixed[mixer][pair][0], high += heads.mixed[mixer][pair][1];
-        u64* words = to.parts + (own.head % PART_HEADS * PAIRS + pair) * 2;
+        u64* words = to.parts + (own.head * PAIRS + pair) * 2;
         if (own.number) {
             words += 2ll * own.number * PART_WORDS;
-            const u32 joining = own.head % gridDim.x;  // the block that has the head's first stretch
-            put_word_to(joining, words, __float_as_uint(low), epoch);
-            put_word_to(joining, words + 1, __float_as_uint(high), epoch);
-            put_word_to(joining, words + PART_WORDS, __float_as_uint(heads.best[g]), epoch);
-            put_word_to(joining, words + PART_WORDS + 1, __float_as_uint(heads.total[g]), epoch);
+            put_word(words, __float_as_uint(low), epoch);
+            put_word(words + 1, __float_as_uint(high), epoch);
+            put_word(words + PART_WORDS, __float_as_uint(heads.best[g]), epoch);
+            put_word(words + PART_WORDS + 1, __float_as_uint(heads.total[g]), epoch);
         } else {
             const u32 both = join_stretches(heads.best[g], heads.total[g], low, high, words, stretches, epoch);
             put_word(to.attended + pair_place((own.head * SHARING + g) * HEAD_DIM + channel), both, epoch);

@@ -19,8 +19,6 @@ from flashnorm.kernels.decode.shapes import StepShape
 _WARP, _EIGHT = 32, 8
 _MOST_HEADS = 8  # vectors of eight channels of query heads that a thread can hold
 _MOST_VECTORS = 8  # vectors of eight inputs of a linear that a thread can hold
-_CLUSTER = 16  # the most blocks that Hopper runs as one cluster
-_SMALL = 24e6  # bytes of a layer's weights
 _NAMES = ("program", "exchange", "ring", "matvec", "attend", "step")
 
 
@@ -73,14 +71,12 @@ class Ends:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the kernel is laid out: consuming warps, the ring, blocks of a cluster (0: as many blocks as there are
-    multiprocessors, without one), slots that are asked for at once, tokens of the cache that are worth a block."""
+    """How the kernel is laid out: consuming warps, the ring, slots that are asked for at once, tokens of the cache that
+    are worth a block."""
 
     warps: int
     ring: Ring
-    cluster: int = 0
     on_the_way: int = 4
-    ahead: int = 0
     stretch: int = 60
 
 
@@ -93,11 +89,9 @@ class DecodeStep:
         self._shape, self._layers, self._ends = shape, tuple(layers), ends
         settings = settings or settings_for(shape)
         self._kernel = _kernel(shape, settings, device)
-        blocks = settings.cluster or min(self._kernel.multiprocessors, shape.inner // 2)
-        self._grid = Grid(
-            *(blocks, _WARP * (settings.warps + 1), self._kernel.shared), cluster=settings.cluster, together=True
-        )
-        words = 0 if settings.cluster else sum(_words(shape, settings.warps, blocks))
+        blocks = min(self._kernel.multiprocessors, shape.inner // 2)  # each has some of the MLP's inside
+        self._grid = Grid(blocks, _WARP * (settings.warps + 1), self._kernel.shared, together=True)
+        words = sum(_words(shape, settings.warps, blocks))
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # and how many blocks have left
         packed = b"".join(map(packed_layer, self._layers))
@@ -132,20 +126,12 @@ def refusal(shape: StepShape, device: torch.device) -> str | None:
 
 
 def settings_for(shape: StepShape) -> Settings:
-    """The layout with the fullest slots of those that keep nearly the most bytes in flight.
-
-    A small model runs in one cluster: its blocks read slower than a whole GPU, but hand over much faster.
-    """
-    layer_bytes = 2 * sum(width * rows for width, rows in _linears(shape))
-    cluster = _CLUSTER if layer_bytes < _SMALL and shape.inner >= 2 * _CLUSTER else 0
-    return Settings(_warps(shape), ring_for(shape, _warps(shape), cluster), cluster)
-
-
-def ring_for(shape: StepShape, warps: int, cluster: int) -> Ring:
-    """The ring with the largest slots of those that keep nearly the most bytes in flight."""
-    rings = [_ring(shape, warps, cluster, columns) for columns in range(256, 1537, 64)]
+    """The layout with the largest slots of those that keep nearly the most bytes in flight."""
+    warps = _warps(shape)
+    rings = [_ring(shape, warps, columns) for columns in range(256, 2049, 64)]
     held = {ring: _in_flight(shape, ring) for ring in rings}
-    return max((ring for ring in held if held[ring] >= 0.96 * max(held.values())), key=lambda ring: ring.columns)
+    enough = [ring for ring in held if held[ring] >= 0.85 * max(held.values())]
+    return Settings(warps, max(enough, key=lambda ring: ring.columns))
 
 
 def source(shape: StepShape, settings: Settings) -> str:
@@ -165,9 +151,7 @@ def source(shape: StepShape, settings: Settings) -> str:
         "COLUMNS": settings.ring.columns,
         "SLOT": settings.ring.slot,
         "STAGES": settings.ring.stages,
-        "CLUSTER": settings.cluster,
         "ON_THE_WAY": min(settings.on_the_way, settings.ring.stages),
-        "AHEAD": settings.ahead,
         "STRETCH": settings.stretch,
     }
     assert shape.activation in ACTIVATIONS
@@ -180,11 +164,10 @@ def _kernel(shape: StepShape, settings: Settings, device: torch.device) -> kerne
 
 
 def shared_bytes(shape: StepShape, settings: Settings) -> int:
-    words = sum(_words(shape, settings.warps, settings.cluster, cluster=True)) if settings.cluster else 2
     longest = max(_whole(width, settings.warps) for width, _ in _linears(shape))
     rest = _whole(shape.hidden, settings.warps) if shape.gains else _EIGHT
     sharing = shape.heads // shape.kv_heads
-    return 8 * words + 2 * (longest + rest) + step_bytes(settings.ring, settings.warps, sharing, shape.head_dim)
+    return 2 * (longest + rest) + step_bytes(settings.ring, settings.warps, sharing, shape.head_dim)
 
 
 def _whole(width: int, warps: int) -> int:
@@ -208,9 +191,9 @@ def _linears(shape: StepShape) -> list[tuple[int, int]]:
     return [(shape.hidden, qkv), (attended, shape.hidden), (shape.hidden, up), (shape.inner, shape.hidden)]
 
 
-def _ring(shape: StepShape, warps: int, cluster: int, columns: int) -> Ring:
+def _ring(shape: StepShape, warps: int, columns: int) -> Ring:
     """As many slots as fit."""
-    others = shared_bytes(shape, Settings(warps, Ring(columns, 0), cluster))
+    others = shared_bytes(shape, Settings(warps, Ring(columns, 0)))
     return Ring(columns, (SHARED_MEMORY - others) // (Ring(columns, 0).slot + 16))
 
 
@@ -221,14 +204,11 @@ def _in_flight(shape: StepShape, ring: Ring) -> float:
     return 16 * ring.columns * ring.stages * filled
 
 
-def _words(shape: StepShape, warps: int, blocks: int, *, cluster: bool = False) -> list[int]:
-    """Words of q, k and v, of the parts of attention, of its outputs, of its branch, of the MLP's inside and branch.
-
-    In a cluster a block has the parts of one key head only.
-    """
+def _words(shape: StepShape, warps: int, blocks: int) -> list[int]:
+    """Words of q, k and v, of the parts of attention, of its outputs, of its branch, of the MLP's inside and branch."""
     attended = shape.heads * shape.head_dim
     qkv = attended + 2 * shape.kv_heads * shape.head_dim
-    parts = max(1, blocks // shape.kv_heads) * 2 * (attended // shape.kv_heads if cluster else attended)
+    parts = max(1, blocks // shape.kv_heads) * 2 * attended
     of_attended, of_hidden, of_inner = (_whole(width, warps) for width in (attended, shape.hidden, shape.inner))
     return [qkv, parts, of_attended // 2, of_hidden, of_inner // 2, of_hidden]
 

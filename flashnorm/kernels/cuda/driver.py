@@ -29,8 +29,7 @@ _MAP_BYTES = 128
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks, threads of a block, bytes of shared memory of a block; whether all blocks must run at the same time, and
-    how many make a cluster (0: there is none).
+    """Blocks, threads of a block, bytes of shared memory of a block, and whether all blocks must run at the same time.
 
     Where they need not, the kernel may start before the kernel before it ends (see `kernels/launch.py`).
     """
@@ -39,18 +38,15 @@ class Grid:
     threads: int
     shared: int
     together: bool = False
-    cluster: int = 0
 
 
 def load(code: bytes, name: str, shared: int, device: torch.device) -> Any:
     """The function `name` of a piece of machine code, on `device`, allowed `shared` bytes of shared memory."""
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    clusters = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
     with torch.cuda.device(device):
         module = _checked(driver.cuModuleLoadData(code))
         function = _checked(driver.cuModuleGetFunction(module, name.encode()))
         _checked(driver.cuFuncSetAttribute(function, limit, shared))
-        _checked(driver.cuFuncSetAttribute(function, clusters, 1))  # of sixteen blocks
     return function
 
 
@@ -98,11 +94,7 @@ def launch(function: Any, grid: Grid, arguments: tuple[bytes | ctypes._SimpleCDa
 def _attribute(grid: Grid) -> Any:
     attribute = driver.CUlaunchAttribute()
     kinds = driver.CUlaunchAttributeID
-    if grid.cluster:
-        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster = attribute.value.clusterDim
-        cluster.x, cluster.y, cluster.z = grid.cluster, 1, 1
-    elif grid.together:
+    if grid.together:
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attribute.value.cooperative = 1
     else:

@@ -2,30 +2,19 @@
 //
 // A word of 64 bits holds 32 bits of data and the epoch in which they were written. A reader polls the very words that
 // it needs until they show its epoch: data and flag arrive together, so nothing has to be fenced, counted or awaited
-// twice. Epochs grow from layer to layer, so the words need not be cleared.
-//
-// Words lie in global memory, or, where CLUSTER blocks are all there are, in each block's shared memory: then a writer
-// writes to every block, and readers poll their own.
+// twice. Epochs grow from layer to layer and from launch to launch, so the words need not be cleared.
 //
 // A word may be overwritten only when all its readers have read it. That follows from the flow of data: whoever writes
 // a vector of layer l + 1 has received vectors to which every reader of that vector of layer l contributed afterwards.
 
 constexpr int EIGHT = 8;  // elements that a thread takes together: 16 bytes of 16-bit floats
 
-// To the block `rank` of the cluster.
-__device__ __forceinline__ void put_word_to(u32 rank, u64* to, u32 data, u32 epoch) {
-    u64* there = to;
-    if (CLUSTER) asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(to), "r"(rank));
-    asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(there), "l"((u64)epoch << 32 | data) : "memory");
-}
-
 __device__ __forceinline__ void put_word(u64* to, u32 data, u32 epoch) {
-#pragma unroll
-    for (int rank = 0; rank < (CLUSTER ? CLUSTER : 1); rank++) put_word_to(rank, to, data, epoch);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)epoch << 32 | data) : "memory");
 }
 
 __device__ __forceinline__ void load_words(const u64* from, u64& low, u64& high) {
-    asm volatile("ld.relaxed.gpu.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
 }
 
 // Two words at each of COUNT places that are `apart` words from each other, the first `valid` of them; what is not valid
@@ -47,9 +36,4 @@ __device__ __forceinline__ void receive(const u64* from, int apart, int valid, u
             data[i][0] = (u32)words[i][0], data[i][1] = (u32)words[i][1];
         }
     } while (late);
-}
-
-// All blocks of a cluster have come here, and see what the others have done before.
-__device__ __forceinline__ void meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

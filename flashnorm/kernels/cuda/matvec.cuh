@@ -6,12 +6,12 @@
 // long as weights and vector agree: a lane reads sixteen bytes of each and feeds two instructions with them. Of every
 // WARPS blocks of 32 columns each warp takes one, and it alone holds that part of the vector, so that warps need not
 // wait for each other.
-// Macros: COLUMNS (of a tile, a multiple of 32), AHEAD (bytes of each part asked into the L2 early).
+// Macro: COLUMNS (of a tile, a multiple of 32).
 
 constexpr int TILE = 8;     // rows
 constexpr int BLOCK = 32;   // columns of two instructions
 constexpr int GROUP = 32;   // outputs that are finished at once, one a lane of the first warp
-constexpr int PITCH = 2 * COLUMNS + 64;  // bytes of a row in a slot: neighbouring rows lie in other banks
+constexpr int PITCH = 2 * COLUMNS + 64;  // bytes from one part of a row to the next row's: they lie in other banks
 static_assert(SLOT == TILE * PITCH && COLUMNS % BLOCK == 0, "a slot holds a tile");
 
 constexpr int vectors_of(int width) { return (width + EIGHT * THREADS - 1) / (EIGHT * THREADS); }  // of a thread
@@ -62,29 +62,24 @@ struct Matrix {
     int n, parts, k;
 };
 
-// Ask for the first AHEAD bytes of each part into the L2: work for the memory while the ring is full.
-__device__ __forceinline__ void prefetch_rows(const Matrix& of, const Share& share) {
-    constexpr int ONCE = 16384;
-    const int bytes = min(AHEAD, share.count * of.k * 2), lane = threadIdx.x % WARP;
-    for (int part = 0; part < of.parts; part++) {
-        const char* from = (const char*)(of.weight + ((long long)part * of.n + share.first) * of.k);
-        for (int at = lane * ONCE; at < bytes; at += WARP * ONCE) prefetch_bytes(from + at, min(ONCE, bytes - at));
-    }
-}
+// Bytes from row to row in a slot. Whole rows follow each other in memory too, and come in one copy; parts of rows come
+// in one each, which costs the producer more.
+__device__ __forceinline__ int pitch_of(int width) { return width <= COLUMNS ? 2 * width : PITCH; }
 
-// By the producing warp, a row a lane.
+// By the producing warp.
 __device__ __forceinline__ void stream_rows(Filler& filler, const Matrix& of, const Share& share) {
     const int lane = threadIdx.x % WARP;
+    const bool whole = of.k <= COLUMNS;
 #pragma unroll 1
     for (int row = 0; row < share.count; row += TILE)
 #pragma unroll 1
         for (int part = 0; part < of.parts; part++) {
-            const u16* from = of.weight + ((long long)part * of.n + share.first + row + lane) * of.k;
             const int rows = min(TILE, share.count - row);
+            const u16* from = of.weight + ((long long)part * of.n + share.first + row + (whole ? 0 : lane)) * of.k;
 #pragma unroll 1
             for (int k = 0; k < of.k; k += COLUMNS) {
                 const u32 bytes = min(COLUMNS, of.k - k) * 2;
-                filler.fill(from + k, bytes, rows, PITCH);
+                filler.fill(from + k, whole ? rows * bytes : bytes, whole ? 1 : rows, PITCH);
             }
         }
 }
@@ -109,12 +104,13 @@ __device__ __forceinline__ void sum_rows(
     const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, quarter = threadIdx.x % 4;
     const bool has = row == 0 || (rest && row == 1);  // the lane's column of the other side is not zero
     const u16* x = row ? in.rest : in.high;
+    const int pitch = pitch_of(width);
 #pragma unroll 1
     for (int tile = 0; tile < (count + TILE - 1) / TILE * parts; tile++) {
         float sums[2][4] = {};
 #pragma unroll 1
         for (int k = 0; k < width; k += COLUMNS) {
-            const char* weights = await(ring, at) + row * PITCH;
+            const char* weights = await(ring, at) + row * pitch;
             const int last = min(COLUMNS, width - k) - EIGHT;  // no weight is read that is not there
             const int first = (warp + WARPS - k / BLOCK % WARPS) % WARPS * BLOCK;  // of this warp's blocks
 #pragma unroll 2

@@ -22,7 +22,7 @@ struct Layer {
     int window;                          // 0: none
 };
 
-struct Words {  // one allocation, in this order; in a cluster in shared memory
+struct Words {  // one allocation, in this order
     u64 *qkv, *parts, *attended, *attention, *inner, *mlp;
 };
 

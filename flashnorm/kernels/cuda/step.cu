@@ -5,8 +5,9 @@
 // need not idle. The other warps follow with the arithmetic; blocks hand each other vectors word by word
 // (exchange.cuh). Each block keeps the residual stream for itself, in registers. The norm's sum of squares is taken
 // beside the products: its scale is needed only where an output is finished.
-// All blocks have to be there at once: the launch must be cooperative, or be one cluster of CLUSTER blocks.
-// Macros: those of the other files, and CLUSTER (0: none), GAINS (some norm's gain is not folded), HIDDEN, INNER, GATED, ACTIVATION, HALF, IS_BF16.
+// All blocks have to be there at once: the launch must be cooperative.
+// Macros: those of the other files, and GAINS (some norm's gain is not folded), HIDDEN, INNER, GATED, ACTIVATION, HALF,
+// IS_BF16.
 
 constexpr int ATTENDED = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int VECTORS = vectors_of(HIDDEN);  // of a thread
@@ -15,13 +16,6 @@ constexpr int LONGEST = vectors_of(HIDDEN > ATTENDED ? (HIDDEN > INNER ? HIDDEN 
 constexpr int EIGHTS = EIGHT * THREADS;
 enum Linear { TO_QKV, FROM_ATTENTION, UP, DOWN, HEAD };  // in the order in which a step takes them, but for the last
 
-// Words of each vector, in the order of `Words`. Vectors that threads take eight elements of are as long as all threads'
-// whole eights.
-constexpr int MOST_STRETCHES = CLUSTER / KV_HEADS > 1 ? CLUSTER / KV_HEADS : 1;  // in a cluster
-constexpr int OF_PARTS = MOST_STRETCHES * 2 * PART_WORDS, OF_ATTENDED = vectors_of(ATTENDED) * EIGHTS / 2;
-constexpr int OF_BRANCH = VECTORS * EIGHTS, OF_INNER = vectors_of(INNER) * EIGHTS / 2;
-constexpr int IN_CLUSTER = QKV + OF_PARTS + OF_ATTENDED + OF_BRANCH + OF_INNER + OF_BRANCH;
-
 struct Shared {
     Ring ring;
     Input<LONGEST * EIGHTS, GAINS ? VECTORS * EIGHTS : 0> input;
@@ -29,16 +23,15 @@ struct Shared {
     Heads heads;
     Layer layers[2];  // this one and the next
     Share shares[5];  // of each linear
-    alignas(16) u64 words[CLUSTER ? IN_CLUSTER : 2];
 };
 
-// `parts`: words of the stretches.
-__device__ __forceinline__ Words words_from(u64* base, int parts) {
-    Words words = {base, base + QKV};
-    words.attended = words.parts + parts;
-    words.attention = words.attended + OF_ATTENDED;
-    words.inner = words.attention + OF_BRANCH;
-    words.mlp = words.inner + OF_INNER;
+// Vectors that threads take eight elements of are as long as all threads' whole eights.
+__device__ __forceinline__ Words words_of(const Step& step) {
+    Words words = {step.words, step.words + QKV};
+    words.attended = words.parts + max(1, gridDim.x / KV_HEADS) * 2 * PART_WORDS;
+    words.attention = words.attended + vectors_of(ATTENDED) * EIGHTS / 2;
+    words.inner = words.attention + VECTORS * EIGHTS;
+    words.mlp = words.inner + vectors_of(INNER) * EIGHTS / 2;
     return words;
 }
 
@@ -68,7 +61,6 @@ __device__ __forceinline__ void produce(Shared& shared, const Step& step) {
         const Linear linear = i == 4 * step.layers ? HEAD : (Linear)(i % 4);
         if (linear == FROM_ATTENTION) stream_cache(filler, step, layer, place);
         const Matrix matrix = matrix_of(linear, step, layer);
-        if (AHEAD && linear == UP) prefetch_rows(matrix, shared.shares[linear]);
         stream_rows(filler, matrix, shared.shares[linear]);
     }
 }
@@ -90,8 +82,7 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(Shared& shared, const Step& step)
         : shared(shared), step(step), place(place_of(step)),
-          words(CLUSTER ? words_from(shared.words, OF_PARTS)
-                        : words_from(step.words, max(1, gridDim.x / KV_HEADS) * 2 * PART_WORDS)) {
+          words(words_of(step)) {
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
 #pragma unroll
@@ -288,24 +279,18 @@ __device__ __forceinline__ void leave(const Step& step, u32 epoch) {
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) step(const Step step) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(memory + (128 - address(memory) % 128) % 128);
-    const u32 epoch = CLUSTER ? 0 : *(volatile u32*)step.epoch;
+    const u32 epoch = *(volatile u32*)step.epoch;
     if (threadIdx.x == 0) shared.ring.init();
     if (threadIdx.x < 5) {
         const int outputs[5] = {QKV, HIDDEN, INNER, HIDDEN, step.vocabulary};
         shared.shares[threadIdx.x] = Share::of(outputs[threadIdx.x]);
     }
-    if (CLUSTER)
-        for (int i = threadIdx.x; i < IN_CLUSTER; i += THREADS + WARP) shared.words[i] = 0;
     __syncthreads();
-    if (CLUSTER) meet();  // nobody writes to a block whose words are not cleared
     if (threadIdx.x < THREADS) {
         Consumer(shared, step).run(epoch);
     } else {
         produce(shared, step);
     }
     __syncthreads();
-    if (CLUSTER)
-        meet();  // nobody leaves whom others may still write to
-    else if (threadIdx.x == 0)
-        leave(step, epoch);
+    if (threadIdx.x == 0) leave(step, epoch);
 }
