@@ -13,7 +13,8 @@ from typing import Any
 from tools import tables
 from tools.tables import RECORDS, ROOT, table
 
-PAGES = (ROOT / "docs" / "kernels.md", ROOT / "docs" / "notes" / "where-the-norm-goes.md")
+_NOTES = ROOT / "docs" / "notes"
+PAGES = (ROOT / "docs" / "kernels.md", _NOTES / "where-the-norm-goes.md", _NOTES / "one-kernel-step.md")
 OURS, ALONE = "flashnorm", "linear alone"
 
 
@@ -64,10 +65,22 @@ def _places_line(row: dict[str, Any]) -> tuple[object, ...]:
     return row["run"], f"{row['k']},{row['n']}", row["m"], f"{row['library']:.2f}", best
 
 
+def stages_table(name: str) -> str:
+    """One line per measurement of the forms of a decode step that were tried."""
+    titles = "stage", "form", "shape", "variant", "us a step", "% of the bandwidth limit"
+    return "\n".join([*table(titles, map(_stages_line, _read(name)["runs"])), ""])
+
+
+def _stages_line(run: dict[str, Any]) -> tuple[object, ...]:
+    step, share = f"{run['step_us']:,.1f}", f"{run['percent_of_limit']:.1f}"
+    return run["stage"], run["form"], run["shape"], run["variant"], step, share
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "op-h200": op_table,
     "op-gated-h200": op_table,
     "where-the-norm-goes-h200": places_table,
+    "one-kernel-step-h200": stages_table,
 }
 
 
