@@ -10,11 +10,14 @@ from flashnorm.errors import DeviceError, DtypeError, GradientError, ShapeError
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_linear(x: Tensor, weight: Tensor, *, rows: int | None = None, **others: Tensor | None) -> None:
+def check_linear(
+    x: Tensor, weight: Tensor, *, rows: int | None = None, backward: bool = False, **others: Tensor | None
+) -> None:
     """Check the operands of a linear that reads `x`: (..., K) by `weight`: (N, K).
 
     `others` are optional operands by name: `gain` must be (K,), `residual` and `out` (..., N), and anything else (N,),
-    where N is `rows` if given. Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`.
+    where N is `rows` if given. `backward`: the operation has one. Raises `ShapeError`, `DtypeError`, `DeviceError` or
+    `GradientError`.
     """
     if x.dim() == 0:
         raise ShapeError("x must have at least one axis, the width K, but it is a scalar")
@@ -28,12 +31,16 @@ def check_linear(x: Tensor, weight: Tensor, *, rows: int | None = None, **others
         wanted = _wanted_shape(name, x, outputs)
         if tuple(tensor.shape) != wanted:
             raise ShapeError(f"{name} must be of shape {wanted}, not {tuple(tensor.shape)}")
-    _check_kinds({"x": x, "weight": weight, **given})
+    operands = {"x": x, "weight": weight, **given}
+    _check_kinds(operands)
+    if not backward or "out" in given:
+        _check_no_gradient(operands)
 
 
 def check_alike(**tensors: Tensor) -> None:
     """Check that operands, the first of them x, have one dtype and one device and want no gradient."""
     _check_kinds(tensors)
+    _check_no_gradient(tensors)
 
 
 def check_separate(out: Tensor, **operands: Tensor | None) -> None:
@@ -62,7 +69,7 @@ def _wanted_shape(name: str, x: Tensor, outputs: int) -> tuple[int, ...]:
 
 
 def _check_kinds(tensors: dict[str, Tensor]) -> None:
-    """One dtype, one device, no gradient wanted."""
+    """One dtype and one device."""
     x = tensors["x"]
     if x.dtype not in DTYPES:
         raise DtypeError(f"x is {x.dtype}; use bfloat16, float16, float32 or float64")
@@ -71,5 +78,12 @@ def _check_kinds(tensors: dict[str, Tensor]) -> None:
             raise DtypeError(f"{name} is {tensor.dtype} but x is {x.dtype}; convert one of them")
         if tensor.device != x.device:
             raise DeviceError(f"{name} is on {tensor.device} but x is on {x.device}; move one of them")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise GradientError(f"{name} requires grad, but this operation has no backward; use torch.no_grad()")
+
+
+def _check_no_gradient(tensors: dict[str, Tensor]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            what = "with out this operation" if "out" in tensors else "this operation"
+            raise GradientError(f"{name} requires grad, but {what} has no backward; use torch.no_grad()")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashnorm.kernels.arguments import check_linear, check_separate
+from flashnorm.kernels.backward import gradients, keep
 from flashnorm.kernels.dispatch import choose, problem_of
 from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.run import run
@@ -30,7 +31,8 @@ def rms_linear(
     `x`: (..., K); `weight`: (N, K); `gain`: (K,), omitted where it was folded into the weight; `bias`: (N,). All of
     one dtype (bf16, fp16, fp32, fp64) and on one device. Returns (..., N) in `x.dtype`; with `out`, writes there and
     returns it. Arithmetic is in fp32 (fp64 for fp64) and rounded once, except where the fastest way is the plain
-    sequence, which rounds the normed x too. Last axes that are not contiguous are copied. There is no backward.
+    sequence, which rounds the normed x too. Last axes that are not contiguous are copied. Gradients are those of the
+    plain sequence, norm and sums in fp32 (`kernels.backward`); there are none with `out`.
 
     `static_weight` promises that no work that may still run writes the weight, as in inference, where it never changes:
     the kernels for one row then read it while the kernel before them ends. Without it a weight that was just written
@@ -38,7 +40,7 @@ def rms_linear(
 
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """
-    check_linear(x, weight, gain=gain, bias=bias, out=out)
+    check_linear(x, weight, backward=True, gain=gain, bias=bias, out=out)
     if out is None:
         return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias, static_weight)
     check_separate(out, x=x, weight=weight, gain=gain, bias=bias)
@@ -70,6 +72,9 @@ def _(
     static_weight: bool = False,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_rms_linear.register_autograd(gradients, setup_context=keep)
 
 
 @torch.library.custom_op("flashnorm::rms_linear_out", mutates_args=("out",))

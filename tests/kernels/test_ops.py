@@ -96,7 +96,7 @@ def test_a_product_beyond_fp16_is_scaled_before_it_is_rounded():
         (DtypeError, "weight", {"weight": torch.ones(4, 8, dtype=torch.float16)}),
         (DtypeError, "x", {"x": torch.ones(2, 8, dtype=torch.int64)}),
         (DeviceError, "bias", {"bias": torch.ones(4, device="meta")}),
-        (GradientError, "weight", {"weight": torch.ones(4, 8, requires_grad=True)}),
+        (GradientError, "weight", {"weight": torch.ones(4, 8, requires_grad=True), "out": torch.ones(2, 4)}),
     ],
 )
 def test_a_refusal_names_the_argument(error, name, arguments):
