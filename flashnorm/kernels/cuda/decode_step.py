@@ -19,6 +19,7 @@ from flashnorm.kernels.decode.shapes import StepShape
 _WARP, _EIGHT = 32, 8
 _MOST_HEADS = 8  # vectors of eight channels of query heads that a thread can hold
 _MOST_VECTORS = 8  # vectors of eight inputs of a linear that a thread can hold
+WAITING = ("slot", "words", "warps", "memory", "room", "in all")  # `enum Waiting` of ring.cuh
 _NAMES = ("program", "exchange", "ring", "matvec", "attend", "step")
 
 
@@ -72,12 +73,13 @@ class Ends:
 @dataclass(frozen=True)
 class Settings:
     """How the kernel is laid out: consuming warps, the ring, slots that are asked for at once, tokens of the cache that
-    are worth a block."""
+    are worth a block; and whether it counts what it waits for, which costs a little."""
 
     warps: int
     ring: Ring
     on_the_way: int = 4
     stretch: int = 60
+    timed: bool = False
 
 
 class DecodeStep:
@@ -94,6 +96,7 @@ class DecodeStep:
         words = sum(_words(shape, settings.warps, blocks))
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # and how many blocks have left
+        self._waited = torch.zeros((blocks if settings.timed else 0, len(WAITING)), dtype=torch.int64, device=device)
         packed = b"".join(map(packed_layer, self._layers))
         self._table = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
 
@@ -101,9 +104,18 @@ class DecodeStep:
         """`slots`: (1,), `chosen`, `lengths`: (slots,), int64 on the device. Returns logits (1, vocabulary) fp32."""
         logits = torch.empty((1, self._ends.head.shape[0]), dtype=torch.float32, device=self._ends.head.device)
         tensors = self._table, slots, chosen, lengths, logits, self._layers[0].keys
-        argument = packed_step(self._ends, *tensors, self._words, self._epoch, len(self._layers))
+        argument = packed_step(self._ends, *tensors, self._words, self._epoch, self._waited, len(self._layers))
         launch(self._kernel.function, self._grid, (argument,), torch.cuda.current_stream(logits.device).cuda_stream)
         return logits
+
+    def waited(self) -> dict[str, float]:
+        """Of the last step, where it was timed: the part of a block's time that went by waiting, by what for.
+
+        "slot", "words" and "warps" are waits of the first consuming thread, "memory" and "room" (in the ring) of the
+        first producing one; means over blocks. What is left of 1 is work.
+        """
+        cycles = self._waited.double().mean(0)
+        return dict(zip(WAITING[:-1], (cycles[:-1] / cycles[-1]).tolist(), strict=True))
 
 
 def refusal(shape: StepShape, device: torch.device) -> str | None:
@@ -153,6 +165,7 @@ def source(shape: StepShape, settings: Settings) -> str:
         "STAGES": settings.ring.stages,
         "ON_THE_WAY": min(settings.on_the_way, settings.ring.stages),
         "STRETCH": settings.stretch,
+        "TIMED": int(settings.timed),
     }
     assert shape.activation in ACTIVATIONS
     return kernels.source(_NAMES, macros, shape.dtype, shape.activation)
@@ -239,6 +252,7 @@ def packed_step(
     keys: Tensor,
     words: Tensor,
     epoch: Tensor,
+    waited: Tensor,
     layers: int,
 ) -> bytes:
     """`struct Step` of program.cuh. `table`: the layers', packed; `keys`: any layer's; `epoch`: and blocks gone."""
@@ -247,6 +261,7 @@ def packed_step(
         + _packed_norm(ends.norm)
         + struct.pack("4Q", *map(_pointer, (slots, chosen, lengths, logits)))
         + struct.pack("3Q", _pointer(words), epoch.data_ptr(), epoch.data_ptr() + epoch.itemsize)
+        + struct.pack("Q", _pointer(waited))
         + struct.pack("2q", *keys.stride()[:2])
         + struct.pack("3f", ends.multiplier, ends.head_multiplier, ends.softcap or 0.0)
         + struct.pack("3i", layers, ends.head.shape[0], words.numel())

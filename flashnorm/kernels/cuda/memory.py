@@ -42,7 +42,7 @@ def step_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
     pairs = sharing * head_dim // 2
     scores = sharing * (ring.slot // 2 // head_dim + 4)
     heads = (sharing + 3) * head_dim + scores + 3 * sharing + 2 * pairs * max(1, 32 * warps // pairs)
-    layers_and_shares = 2 * 200 + 5 * 8
+    layers_and_shares = 2 * 200 + 5 * 8 + 6 * 8  # and what is waited for
     return ring.stages * (ring.slot + 16) + sums + 4 * heads + layers_and_shares + 5 * 16 + 3 * 128
 
 

@@ -35,6 +35,7 @@ struct Step {
     float* logits;
     u64* words;
     u32 *epoch, *left;
+    u64* waited;  // where the kernel is timed: (blocks, WAITING)
     long long slot_stride, head_stride;  // of the cache, in elements
     float multiplier, head_multiplier, head_softcap;
     int layers, vocabulary, words_in_all;

@@ -1,13 +1,17 @@
 // A ring of slots in shared memory that one warp fills with bulk copies and all the others read, in one order
 // that both know: the stream never stops between one linear and the next, since weights do not wait for activations.
 // Macros: STAGES, SLOT (bytes, a multiple of 128), WARPS, ON_THE_WAY (slots that are asked for at once: enough to keep
-// memory busy; more would only make everybody else wait longer).
+// memory busy; more would only make everybody else wait longer), TIMED (count what threads wait for).
 
 constexpr int THREADS = WARP * WARPS;  // that consume
+
+// Cycles that the first consuming thread and the first producing one spend waiting, by what for, and in all.
+enum Waiting { FOR_SLOT, FOR_WORDS, FOR_WARPS, FOR_MEMORY, FOR_ROOM, IN_ALL, WAITING };
 
 struct Ring {
     alignas(128) char slots[STAGES][SLOT];
     u64 full[STAGES], empty[STAGES];
+    u64 waited[WAITING];
 
     __device__ __forceinline__ void init() {
         for (int slot = 0; slot < STAGES; slot++) {
@@ -17,6 +21,13 @@ struct Ring {
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
 };
+
+template <class Wait>
+__device__ __forceinline__ void timed(Ring& ring, Waiting what, Wait wait) {
+    const long long begun = TIMED ? clock64() : 0;
+    wait();
+    if (TIMED && threadIdx.x % THREADS == 0) ring.waited[what] += clock64() - begun;
+}
 
 // One side's place in the ring.
 struct Cursor {
@@ -38,12 +49,12 @@ struct Filler {
     __device__ __forceinline__ void fill(const void* from, u32 bytes, int rows, int pitch) {
         const int lane = threadIdx.x % WARP;
         if (asked == ON_THE_WAY) {
-            barrier_wait(&ring.full[coming.slot], coming.phase);
+            timed(ring, FOR_MEMORY, [&] { barrier_wait(&ring.full[coming.slot], coming.phase); });
             coming.advance();
         } else {
             asked++;
         }
-        barrier_wait(&ring.empty[at.slot], at.phase ^ 1);
+        timed(ring, FOR_ROOM, [&] { barrier_wait(&ring.empty[at.slot], at.phase ^ 1); });
         if (lane == 0) barrier_expect(&ring.full[at.slot], bytes * rows);
         __syncwarp();
         if (lane < rows) load_bytes(ring.slots[at.slot] + lane * pitch, from, bytes, &ring.full[at.slot]);
@@ -52,7 +63,7 @@ struct Filler {
 };
 
 __device__ __forceinline__ const char* await(Ring& ring, const Cursor& at) {
-    barrier_wait(&ring.full[at.slot], at.phase);
+    timed(ring, FOR_SLOT, [&] { barrier_wait(&ring.full[at.slot], at.phase); });
     return ring.slots[at.slot];
 }
 

@@ -112,7 +112,9 @@ struct Consumer {
     // x += multiplier · post(branch), rounded to the model's dtype.
     __device__ __forceinline__ void join(const u64* from, u32 epoch, const Post& post) {
         u32 data[VECTORS * EIGHT / 2][2];
-        receive(from + 2 * threadIdx.x, 2 * THREADS, valid_of(HIDDEN) * EIGHT / 2, epoch, data);
+        timed(shared.ring, FOR_WORDS, [&] {
+            receive(from + 2 * threadIdx.x, 2 * THREADS, valid_of(HIDDEN) * EIGHT / 2, epoch, data);
+        });
         float scale = post.multiplier, squares = 0;
         if (post.eps >= 0) {
 #pragma unroll
@@ -168,7 +170,9 @@ struct Consumer {
     // What came in pairs of 16-bit floats.
     __device__ __forceinline__ void take_pairs(const u64* from, int width, u32 epoch) {
         u32 data[LONGEST * EIGHT / 4][2];
-        receive(from + 2 * threadIdx.x, 2 * THREADS, valid_of(width) * EIGHT / 4, epoch, data);
+        timed(shared.ring, FOR_WORDS, [&] {
+            receive(from + 2 * threadIdx.x, 2 * THREADS, valid_of(width) * EIGHT / 4, epoch, data);
+        });
 #pragma unroll
         for (int v = 0; v < LONGEST; v++)
             *(uint4*)(shared.input.high + element_of(v)) =
@@ -225,7 +229,7 @@ struct Consumer {
             float (&sums)[WARPS][2 * GROUP] = shared.sums.rows[buffer];
             const int count = min(GROUP, share.count - begun);
             sum_rows(shared.ring, at, sums, shared.input, GAINS && behind_norm, count, parts, width);
-            sync_consumers();  // whoever is a group ahead writes to the other buffer
+            timed(shared.ring, FOR_WARPS, [] { sync_consumers(); });  // whoever is a group ahead writes elsewhere
             if (threadIdx.x >= WARP) continue;
             float value = 0, up = 0;
 #pragma unroll
@@ -280,7 +284,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) step(const Step 
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(memory + (128 - address(memory) % 128) % 128);
     const u32 epoch = *(volatile u32*)step.epoch;
+    const long long begun = TIMED ? clock64() : 0;
     if (threadIdx.x == 0) shared.ring.init();
+    if (threadIdx.x < WAITING) shared.ring.waited[threadIdx.x] = 0;
     if (threadIdx.x < 5) {
         const int outputs[5] = {QKV, HIDDEN, INNER, HIDDEN, step.vocabulary};
         shared.shares[threadIdx.x] = Share::of(outputs[threadIdx.x]);
@@ -291,6 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) step(const Step 
     } else {
         produce(shared, step);
     }
+    if (TIMED && threadIdx.x == 0) shared.ring.waited[IN_ALL] = clock64() - begun;
     __syncthreads();
+    if (TIMED && threadIdx.x < WAITING) step.waited[blockIdx.x * WAITING + threadIdx.x] = shared.ring.waited[threadIdx.x];
     if (threadIdx.x == 0) leave(step, epoch);
 }

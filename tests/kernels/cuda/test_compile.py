@@ -78,17 +78,18 @@ STEPS = {  # a model of each kind: what it is compiled for
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_the_step_compiles_and_is_laid_out_as_python_has_it(name):
+@pytest.mark.parametrize(("name", "timed"), [*((name, False) for name in STEPS), ("llama 1b", True)])
+def test_the_step_compiles_and_is_laid_out_as_python_has_it(name, timed):
     shape = STEPS[name]
-    settings = decode_step.settings_for(shape)
+    settings = replace(decode_step.settings_for(shape), timed=timed)
     size = decode_step.shared_bytes(shape, settings)
     some = torch.zeros(1, 1, 1)
     layer = decode_step.packed_layer(decode_step.LayerData(*[some] * 6, scale=1.0))
-    step = decode_step.packed_step(decode_step.Ends(some, some), *[some] * 8, layers=1)
+    step = decode_step.packed_step(decode_step.Ends(some, some), *[some] * 9, layers=1)
     asserted = f"""
         static_assert(sizeof(Shared) <= {size - 128}, "Python reckons too little");
         static_assert(sizeof(Layer) == {len(layer)}, "another layer");
+        static_assert(WAITING == {len(decode_step.WAITING)}, "other waits");
         static_assert(sizeof(Step) == {len(step)}, "another step");
     """
     assert size <= SHARED_MEMORY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flashnorm.runtime.decode.reading import read_spec
 from flashnorm.runtime.decode.sampling import Sampling
 from tests.runtime.decode.models import SUPPORTED, scattered, tiny, tokens
 
+decode_step = pytest.importorskip("flashnorm.kernels.cuda.decode_step", reason="NVIDIA's bindings are not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -130,6 +132,19 @@ def test_one_kernel_is_as_near_to_fp32_as_many(model, length):
     many, one = (far_apart(model, length, one_kernel=one_kernel) for one_kernel in (False, True))
     exact = far_apart(copy.deepcopy(model).float(), length)
     assert (one - exact).norm() <= 1.05 * (many - exact).norm()
+
+
+def test_one_kernel_can_say_what_it_waits_for(model, monkeypatch):
+    plain = far_apart(model, 100, one_kernel=True)
+    usual = decode_step.settings_for
+    monkeypatch.setattr(decode_step, "settings_for", lambda shape: replace(usual(shape), timed=True))
+    assert torch.equal(far_apart(model, 100, one_kernel=True), plain)
+    program = filled(model, one_kernel=True)
+    program.advance((0,))
+    waited = program._runner._step._whole.waited()
+    assert all(0 <= share < 1 for share in waited.values())
+    assert sum(waited[name] for name in ("slot", "words", "warps")) < 1
+    assert waited["slot"] > 0
 
 
 def test_two_steps_of_one_kernel_each_at_once(model):
