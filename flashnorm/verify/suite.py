@@ -11,8 +11,10 @@ from typing import Union
 import torch
 from torch import Tensor, nn
 
-from flashnorm.errors import Refusal, Unsupported
+from flashnorm.errors import CheckpointError, Refusal, Unsupported
+from flashnorm.verify.batching import check_batching
 from flashnorm.verify.causality import check_causality
+from flashnorm.verify.determinism import check_determinism
 from flashnorm.verify.engines.engine import Engine
 from flashnorm.verify.engines.model import model_engine
 from flashnorm.verify.engines.slots import slots_engine
@@ -21,6 +23,7 @@ from flashnorm.verify.levels import EXTENTS, Extent, Level
 from flashnorm.verify.outcome import BatteryReport, Outcome
 from flashnorm.verify.rounding import Rounding, measure_rounding
 from flashnorm.verify.samples import token_stream
+from flashnorm.verify.slot_isolation import check_slots
 from flashnorm.verify.subject import Subject, open_subject, refusing
 
 Target = Union[str, "os.PathLike[str]", nn.Module, Engine]
@@ -40,6 +43,9 @@ class Question:
 CHECKS: dict[str, Callable[[Question], Outcome]] = {
     "causality": lambda q: check_causality(q.engine, q.ids[: q.extent.length], q.rounding, q.extent.places),
     "lag": lambda q: check_lag(q.engine, q.ids[: q.extent.steps], q.rounding),
+    "batching": lambda q: check_batching(q.engine, q.ids[: q.extent.length], q.rounding),
+    "slots": lambda q: check_slots(q.engine, q.ids[: q.extent.length], q.rounding),
+    "determinism": lambda q: check_determinism(q.engine, q.ids[: q.extent.length], q.extent.repeats),
 }
 
 
@@ -93,7 +99,13 @@ def _chosen(only: Sequence[str]) -> list[str]:
 
 def _timed(name: str, question: Question) -> Outcome:
     start = time.monotonic()
-    outcome = CHECKS[name](question)
+    try:
+        with refusing(f"{question.engine.name} cannot be asked"):
+            outcome = CHECKS[name](question)
+    except (
+        CheckpointError
+    ) as reason:  # third-party code that raised: the report says so, and other checks may still run
+        outcome = Outcome(name, skipped=str(reason))
     return replace(outcome, seconds=time.monotonic() - start)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_module_is_run_as_it_is() -> None:
 
 def test_an_engine_is_run_as_it_is() -> None:
     report = flashnorm.battery(answers_late(engine_of(tiny_model("llama"))), level="quick")
-    assert [outcome.name for outcome in report.failures] == ["lag"]
+    assert [outcome.name for outcome in report.failures] == ["lag", "batching"]  # which decodes a batch as well
     assert report["lag"].meaning in report.verdict
 
 
@@ -66,9 +67,18 @@ def test_refusals(options: dict, sentence: str) -> None:
         flashnorm.battery(engine_of(tiny_model("llama")), **options)
 
 
-def test_a_report_of_nothing_has_not_passed() -> None:
-    from dataclasses import replace
+def test_a_check_that_cannot_run_says_why_and_the_others_run() -> None:
+    engine = engine_of(tiny_model("llama"))
 
+    def padded(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no mask, please\nand thank you")
+
+    report = flashnorm.battery(replace(engine, padded=padded), level="quick", only=["causality", "lag"])
+    assert report["causality"].skipped == "llama cannot be asked: no mask, please"
+    assert report.verdict == "passed: 1 checks (lag), 1 could not run"
+
+
+def test_a_report_of_nothing_has_not_passed() -> None:
     engine = replace(engine_of(tiny_model("llama")), begin=None)
     report = flashnorm.battery(engine, level="quick", only=["lag"])
     assert not report.passed
