@@ -42,6 +42,9 @@ def command(
         str | None, typer.Option(metavar="DIR", help="Run the battery on one checkpoint, without a second one.")
     ] = None,
     accelerated: Annotated[bool, typer.Option(help="With --model: run it as flashnorm.accelerate does.")] = False,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --model: what it should compute, for parity.")
+    ] = None,
     level: Annotated[Level, typer.Option(help="How much the battery looks at.")] = Level.standard,
     only: Annotated[
         str | None, typer.Option(metavar="CHECKS", help="Only these checks, such as lag,causality.")
@@ -56,7 +59,9 @@ def command(
     if model is not None:
         if src is not None or hashes is not None:
             raise Refusal("--model takes one checkpoint; leave out SRC, DST and --hashes")
-        require_folder(Path(model))
+        for folder in (Path(model), reference):
+            if folder is not None:
+                require_folder(folder)
         sample = _read(text) if text else None
 
         def make() -> BatteryReport:
@@ -70,6 +75,7 @@ def command(
                 level=level.value,
                 only=run_battery.names(only),
                 accelerated=accelerated,
+                reference=reference,
                 text=sample,
                 dtype=_torch_dtype(dtype),
                 trust_remote_code=trust_remote_code,
@@ -78,8 +84,8 @@ def command(
 
         run_battery.run(make, as_json=as_json, junit=junit, html=html)
         return
-    if accelerated or only or junit or html:
-        raise Refusal("--accelerated, --only, --junit and --html belong to the battery; give --model DIR")
+    if accelerated or reference or only or junit or html:
+        raise Refusal("--accelerated, --reference, --only, --junit and --html belong to the battery; give --model DIR")
     if hashes is not None:
         if src is not None:
             raise Refusal("--hashes takes one folder; leave out SRC and DST")

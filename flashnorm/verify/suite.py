@@ -21,11 +21,13 @@ from flashnorm.verify.engines.slots import slots_engine
 from flashnorm.verify.lag import check_lag
 from flashnorm.verify.levels import EXTENTS, Extent, Level
 from flashnorm.verify.outcome import BatteryReport, Outcome
+from flashnorm.verify.parity import Reference, check_parity
 from flashnorm.verify.rounding import Rounding, measure_rounding
 from flashnorm.verify.samples import token_stream
 from flashnorm.verify.slot_isolation import check_slots
 from flashnorm.verify.subject import Subject, open_subject, refusing
 
+Model = Union[str, "os.PathLike[str]", nn.Module]
 Target = Union[str, "os.PathLike[str]", nn.Module, Engine]
 _ROWS = 4  # sequences at once, at most: a program's slots
 
@@ -38,9 +40,11 @@ class Question:
     ids: Tensor
     rounding: Rounding
     extent: Extent
+    reference: Reference | None = None
 
 
 CHECKS: dict[str, Callable[[Question], Outcome]] = {
+    "parity": lambda q: check_parity(q.engine, q.ids, q.reference),
     "causality": lambda q: check_causality(q.engine, q.ids[: q.extent.length], q.rounding, q.extent.places),
     "lag": lambda q: check_lag(q.engine, q.ids[: q.extent.steps], q.rounding),
     "batching": lambda q: check_batching(q.engine, q.ids[: q.extent.length], q.rounding),
@@ -55,6 +59,7 @@ def battery(
     level: str = "standard",
     only: Sequence[str] = (),
     accelerated: bool = False,
+    reference: Model | None = None,
     text: str | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
@@ -64,8 +69,9 @@ def battery(
 
     `target`: a checkpoint folder, a Transformers model (which is run as it is, and copied for the oracle), or an
     `Engine`. `level`: "quick", "standard" or "thorough". `only`: names of checks, all where empty. `accelerated`: a
-    folder's model is run through `flashnorm.accelerate`, with its decode program where it has one. `text`: where token
-    ids come from, where there is a tokenizer; else built-in passages, or random ids.
+    folder's model is run through `flashnorm.accelerate`, with its decode program where it has one. `reference`: a
+    folder or model that computes what `target` should; an accelerated one has its stock form. `text`: where token ids
+    come from, where there is a tokenizer; else built-in passages, or random ids.
 
     Raises `Refusal` for unknown names, and what `open_subject` raises. A failed check raises nothing.
     """
@@ -75,14 +81,16 @@ def battery(
     extent = EXTENTS[Level(level)]
     say = progress or (lambda _: None)
     say("opening")
-    engine, subject, notes = _open(target, accelerated, dtype, trust_remote_code, extent)
-    ids = _ids(engine, subject, text, extent)
+    opened = _open(target, accelerated, dtype, trust_remote_code, extent)
+    engine, notes = opened.engine, opened.notes
+    ids = _ids(engine, opened.subject, text, extent)
     say("rounding, against the oracle" if engine.exact else "rounding, estimated")
     with refusing(f"{engine.name} cannot be run"):
         rounding = measure_rounding(engine, ids[None, : extent.sample])
     if not rounding.measured:
         notes = (*notes, "no oracle: what rounding explains is estimated, so that small faults pass")
-    question = Question(engine, ids, rounding, extent)
+    stock = _reference(opened, reference, dtype, trust_remote_code)
+    question = Question(engine, ids, rounding, extent, stock)
     outcomes = []
     for name in chosen:
         say(name)
@@ -109,49 +117,79 @@ def _timed(name: str, question: Question) -> Outcome:
     return replace(outcome, seconds=time.monotonic() - start)
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """The subject, ready to be asked. `model`: what it runs, where that is a module; `stock`: it is not replaced."""
+
+    engine: Engine
+    subject: Subject | None = None
+    model: nn.Module | None = None
+    stock: bool = True
+    notes: tuple[str, ...] = ()
+
+
 def _open(
     target: Target, accelerated: bool, dtype: torch.dtype | None, trust_remote_code: bool, extent: Extent
-) -> tuple[Engine, Subject | None, tuple[str, ...]]:
-    if isinstance(target, Engine):
+) -> _Opened:
+    if isinstance(target, (Engine, nn.Module)):
         if accelerated or dtype is not None:
-            raise Refusal("accelerated and dtype are for checkpoint folders; an engine is run as it is")
-        return target, None, ()
-    if isinstance(target, nn.Module):
-        if accelerated or dtype is not None:
-            raise Refusal("accelerated and dtype are for checkpoint folders; a model is run as it is")
-        return _engine_of_module(target)
+            raise Refusal("accelerated and dtype are for checkpoint folders; an engine or a model is run as it is")
+        return _Opened(target) if isinstance(target, Engine) else _opened_module(target)
     subject = open_subject(target, trust_remote_code)
     model = subject.load(dtype)
-    engine = model_engine(model, subject.name, lambda: subject.load(dtype))
-    if not accelerated:
-        return engine, subject, ()
-    return _accelerated(model, engine, subject, extent)
+    opened = _Opened(model_engine(model, subject.name, lambda: subject.load(dtype)), subject, model)
+    return _accelerated(opened, extent) if accelerated else opened
 
 
-def _engine_of_module(model: nn.Module) -> tuple[Engine, Subject, tuple[str, ...]]:
+def _opened_module(model: nn.Module) -> _Opened:
     """A model in memory; one with a decode program is asked through it."""
     subject = open_subject(model)
     stock = not hasattr(model, "acceleration")
     engine = model_engine(model, subject.name, (lambda: subject.load(None)) if stock else None)
     slots = getattr(model, "slots", None)
     notes = () if stock else ("the model is accelerated already; give its folder with accelerated=True for an oracle",)
-    return (engine if slots is None else slots_engine(slots, engine)), subject, notes
+    return _Opened(engine if slots is None else slots_engine(slots, engine), subject, model, stock, notes)
 
 
-def _accelerated(
-    model: nn.Module, engine: Engine, subject: Subject, extent: Extent
-) -> tuple[Engine, Subject, tuple[str, ...]]:
+def _accelerated(opened: _Opened, extent: Extent) -> _Opened:
     from flashnorm.runtime.accelerate import accelerate
 
-    length = min(engine.limit, max(extent.steps, extent.length))
+    engine, model = opened.engine, opened.model
+    assert model is not None
+    name = f"{engine.name}, accelerated"
     try:
-        accelerate(model, level=2, max_batch=_ROWS, max_length=length)
+        accelerate(model, level=2, max_batch=_ROWS, max_length=min(engine.limit, max(extent.steps, extent.length)))
     except Unsupported as reason:
         accelerate(model)
-        note = f"accelerated to level one, without a decode program: {reason}"
-        return replace(engine, name=f"{engine.name}, accelerated"), subject, (note,)
-    slots = slots_engine(model.slots, engine, f"{engine.name}, accelerated")  # type: ignore[arg-type]
-    return slots, subject, ()
+        notes = (f"accelerated to level one, without a decode program: {reason}",)
+        return replace(opened, engine=replace(engine, name=name), stock=False, notes=notes)
+    return replace(opened, engine=slots_engine(model.slots, engine, name), stock=False)  # type: ignore[arg-type]
+
+
+def _reference(
+    opened: _Opened, reference: Model | None, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Reference | None:
+    """What parity is judged by: what was given, or the stock form of a folder's accelerated model."""
+    model, subject = opened.model, opened.subject
+    if reference is not None:
+        subject = open_subject(reference, trust_remote_code)
+    elif opened.stock or subject is None or subject.folder is None:
+        return None
+    assert subject is not None
+    given = subject
+
+    def load() -> nn.Module:
+        return given.load(dtype)
+
+    if model is None:
+        candidate = None
+    elif opened.stock:
+        own = opened.subject
+        assert own is not None
+        candidate = lambda: own.load(dtype)  # noqa: E731
+    else:
+        candidate = lambda: model  # noqa: E731
+    return Reference(model_engine(load(), given.name, load), load, candidate, runs_exactly=opened.stock)
 
 
 def _ids(engine: Engine, subject: Subject | None, text: str | None, extent: Extent) -> Tensor:

@@ -57,8 +57,8 @@ def test_an_engine_is_run_as_it_is() -> None:
     ("options", "sentence"),
     [
         ({"level": "deep"}, "level 'deep' does not exist; use one of quick, standard, thorough"),
-        ({"only": ["lag", "luck"]}, "there is no check 'luck'; there are causality, "),
-        ({"dtype": torch.bfloat16}, "an engine is run as it is"),
+        ({"only": ["lag", "luck"]}, "there is no check 'luck'; there are parity, causality"),
+        ({"dtype": torch.bfloat16}, "an engine or a model is run as it is"),
         ({"text": "words"}, "an engine has no tokenizer"),
     ],
 )
