@@ -18,7 +18,8 @@ class Level(str, Enum):
 class Extent:
     """Numbers of the checks. `steps`: tokens decoded one by one; `length`, `places`: of causality's batch.
 
-    `sample`: tokens that rounding is measured over; `repeats`: of each question that must have one answer.
+    `sample`: tokens that rounding is measured over; `repeats`: of each question that must have one answer;
+    `new_tokens`: of greedy text.
     """
 
     steps: int
@@ -26,10 +27,11 @@ class Extent:
     places: int
     sample: int
     repeats: int
+    new_tokens: int
 
 
 EXTENTS = {
-    Level.quick: Extent(steps=128, length=48, places=6, sample=96, repeats=3),
-    Level.standard: Extent(steps=512, length=128, places=12, sample=256, repeats=5),
-    Level.thorough: Extent(steps=2000, length=256, places=20, sample=512, repeats=10),
+    Level.quick: Extent(steps=128, length=48, places=6, sample=96, repeats=3, new_tokens=16),
+    Level.standard: Extent(steps=512, length=128, places=12, sample=256, repeats=5, new_tokens=32),
+    Level.thorough: Extent(steps=2000, length=256, places=20, sample=512, repeats=10, new_tokens=64),
 }

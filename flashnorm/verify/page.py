@@ -112,7 +112,22 @@ def _divergence(series: Series) -> str:
     )
 
 
+def _products(series: Series) -> str:
+    if "product" not in series:
+        return ""
+    lines = [
+        Line("largest product before the scale", series["product"]),
+        Line("largest input", series["largest"]),
+        Line("epsilon over the smallest mean square", series["epsilon"]),
+    ]
+    return _figure(
+        line_plot(list(range(len(series["norm"]))), lines, "norm, in the order in which they run", ""),
+        "What each norm reads and what its readers would multiply it to, before the scale.",
+    )
+
+
 _PLOTS: dict[str, tuple[Callable[[Series], str], ...]] = {
     "lag": (_distances, _heat),
+    "ranges": (_products,),
     "parity": (_divergence, _by_layer),
 }

@@ -82,15 +82,18 @@ def check_parity(engine: Engine, ids: Tensor, reference: Reference | None) -> Ou
 
 def _part(reference: Reference, ids: Tensor) -> tuple[Parting, tuple[Site, ...]]:
     assert reference.candidate is not None
-    sites = _sites(reference.load())
+    sites = sites_of(reference.load())
     parting = find_parting(
         reference.load, reference.candidate, ids, norm_of(sites), exact_candidate=reference.runs_exactly
     )
     return parting, sites
 
 
-def _sites(model: nn.Module) -> tuple[Site, ...]:
-    """Without an audit, norms are compared like any other module, and causes are not looked for."""
+def sites_of(model: nn.Module) -> tuple[Site, ...]:
+    """The model's norms and their readers.
+
+    Without an audit, norms are compared like any other module, and causes are not looked for.
+    """
     try:
         return audit(model).sites
     except FlashnormError:
@@ -113,7 +116,7 @@ def where_they_part(ours: Subject, theirs: Subject, ids: Tensor, oracle: torch.d
     def candidate() -> TransformersModel:
         return theirs.load(None)
 
-    sites = _sites(reference())
+    sites = sites_of(reference())
     parting = find_parting(reference, candidate, ids, norm_of(sites), oracle=oracle)
     if parting.first is None:
         return ""

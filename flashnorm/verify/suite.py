@@ -19,9 +19,11 @@ from flashnorm.verify.engines.engine import Engine
 from flashnorm.verify.engines.model import model_engine
 from flashnorm.verify.engines.slots import slots_engine
 from flashnorm.verify.lag import check_lag
+from flashnorm.verify.language import check_language
 from flashnorm.verify.levels import EXTENTS, Extent, Level
 from flashnorm.verify.outcome import BatteryReport, Outcome
-from flashnorm.verify.parity import Reference, check_parity
+from flashnorm.verify.parity import Reference, check_parity, sites_of
+from flashnorm.verify.ranges import check_ranges
 from flashnorm.verify.rounding import Rounding, measure_rounding
 from flashnorm.verify.samples import token_stream
 from flashnorm.verify.slot_isolation import check_slots
@@ -41,6 +43,7 @@ class Question:
     rounding: Rounding
     extent: Extent
     reference: Reference | None = None
+    stock: Callable[[], nn.Module] | None = None  # the model as Transformers runs it, for what needs its modules
 
 
 CHECKS: dict[str, Callable[[Question], Outcome]] = {
@@ -49,8 +52,20 @@ CHECKS: dict[str, Callable[[Question], Outcome]] = {
     "lag": lambda q: check_lag(q.engine, q.ids[: q.extent.steps], q.rounding),
     "batching": lambda q: check_batching(q.engine, q.ids[: q.extent.length], q.rounding),
     "slots": lambda q: check_slots(q.engine, q.ids[: q.extent.length], q.rounding),
+    "ranges": lambda q: _ranges(q),
+    "language": lambda q: check_language(
+        q.engine, q.ids[: q.extent.sample], q.reference.engine if q.reference else None, q.extent.new_tokens
+    ),
     "determinism": lambda q: check_determinism(q.engine, q.ids[: q.extent.length], q.extent.repeats),
 }
+
+
+def _ranges(question: Question) -> Outcome:
+    if question.stock is None:
+        return Outcome("ranges", skipped=f"{question.engine.name} is no model whose norms can be watched")
+    model = question.stock()
+    ids = question.ids[: question.extent.length]
+    return check_ranges(model, sites_of(model), ids, question.engine.dtype)
 
 
 def battery(
@@ -90,7 +105,8 @@ def battery(
     if not rounding.measured:
         notes = (*notes, "no oracle: what rounding explains is estimated, so that small faults pass")
     stock = _reference(opened, reference, dtype, trust_remote_code)
-    question = Question(engine, ids, rounding, extent, stock)
+    subject = opened.subject
+    question = Question(engine, ids, rounding, extent, stock, (lambda: subject.load(dtype)) if subject else None)
     outcomes = []
     for name in chosen:
         say(name)
