@@ -31,7 +31,7 @@ class Extent:
 
 
 EXTENTS = {
-    Level.quick: Extent(steps=128, length=48, places=6, sample=96, repeats=3, new_tokens=16),
+    Level.quick: Extent(steps=96, length=48, places=6, sample=96, repeats=2, new_tokens=12),
     Level.standard: Extent(steps=512, length=128, places=12, sample=256, repeats=5, new_tokens=32),
     Level.thorough: Extent(steps=2000, length=256, places=20, sample=512, repeats=10, new_tokens=64),
 }

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 class StaleProduct(nn.Module):
     """A linear whose caller reads the output buffer before the product lands in it: what the call before left there.
 
-    A buffer of another shape is allocated anew, and then the caller happens to wait long enough.
+    Only for a single token: the product of many rows is done long before the sum of squares of as many is. And not at
+    the first call, whose buffer is new.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -20,6 +21,8 @@ class StaleProduct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.linear(x)
+        if x.numel() > x.shape[-1]:
+            return product
         stale, self._buffer = self._buffer, product.clone()
         return stale if stale is not None and stale.shape == product.shape else product
 
@@ -35,13 +38,6 @@ def stale_products(
                 if name in names and isinstance(child, nn.Linear):
                     setattr(parent, name, StaleProduct(child))
     return faulty
-
-
-def forget(model: nn.Module) -> None:
-    """Empty every buffer, as a new process has them."""
-    for module in model.modules():
-        if isinstance(module, StaleProduct):
-            module._buffer = None
 
 
 def stale_head(model: nn.Module) -> nn.Module:
