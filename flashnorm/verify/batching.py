@@ -48,7 +48,7 @@ def _ways(engine: Engine, rows: Tensor, notes: list[str]) -> Iterator[tuple[str,
         start = rows.shape[1] - _STEPS - 1
         yield "decoded among others", _decoded(engine, rows, start + 1), start
     else:
-        notes.append("not decoded in a batch: the engine has no cache")
+        notes.append(f"not decoded in a batch: {engine.undecodable}")
 
 
 def _with_strangers(engine: Engine, rows: Tensor) -> Tensor:

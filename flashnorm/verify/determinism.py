@@ -32,7 +32,7 @@ def check_determinism(engine: Engine, ids: Tensor, repeats: int) -> Outcome:
         some = ids[: PROMPT + _STEPS]
         figures.append(_figure("decode", [decode_steps(engine, some, PROMPT) for _ in _runs(engine, ids, repeats)]))
     else:
-        notes = (f"{engine.name} has no cache to decode with",)
+        notes = (f"{engine.name} cannot decode: {engine.undecodable}",)
     return Outcome("determinism", tuple(figures), notes=notes)
 
 

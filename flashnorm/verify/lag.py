@@ -55,7 +55,7 @@ class _Distances:
 def check_lag(engine: Engine, ids: Tensor, rounding: Rounding, prompt: int = PROMPT) -> Outcome:
     """Decode `ids` (length,) step by step after its first `prompt` tokens, and compare each step."""
     if engine.begin is None:
-        return Outcome("lag", skipped=f"{engine.name} has no cache to decode with")
+        return Outcome("lag", skipped=f"{engine.name} cannot decode: {engine.undecodable}")
     cached = decode_steps(engine, ids, prompt)
     fresh = engine.fresh(ids[None])[0].cpu()
     distances = _compare(cached, fresh, prompt)

@@ -47,7 +47,9 @@ def check_language(engine: Engine, ids: Tensor, source: Engine | None, new_token
         expected = write_afresh(source or engine, prompts, new_tokens)
         figures.append(repetition_check(written, expected))
     if not figures:
-        return Outcome("language", skipped=f"{engine.name} has no cache to write with, and there is no reference")
+        return Outcome(
+            "language", skipped=f"{engine.name} cannot decode, and there is no reference: {engine.undecodable}"
+        )
     return Outcome("language", tuple(figures), notes=tuple(notes))
 
 

@@ -75,8 +75,8 @@ def test_a_key_at_the_wrong_position_is_no_lag_but_fails(dtype: torch.dtype) -> 
 
 
 def test_an_engine_without_a_cache_says_so() -> None:
-    engine = replace(engine_of(tiny_model("llama")), begin=None)
+    engine = replace(engine_of(tiny_model("llama")), begin=None, undecodable="it has no cache")
     outcome = check_lag(engine, tokens(16), rounding_of("llama", torch.float32))
-    assert outcome.skipped == "llama has no cache to decode with"
+    assert outcome.skipped == "llama cannot decode: it has no cache"
     assert outcome.passed
     assert not outcome.figures

@@ -79,8 +79,8 @@ def test_a_check_that_cannot_run_says_why_and_the_others_run() -> None:
 
 
 def test_a_report_of_nothing_has_not_passed() -> None:
-    engine = replace(engine_of(tiny_model("llama")), begin=None)
+    engine = replace(engine_of(tiny_model("llama")), begin=None, undecodable="it has no cache")
     report = flashnorm.battery(engine, level="quick", only=["lag"])
     assert not report.passed
     assert not report.failures
-    assert report.verdict == "nothing was checked: llama has no cache to decode with"
+    assert report.verdict == "nothing was checked: llama cannot decode: it has no cache"

@@ -52,3 +52,4 @@ class Engine:
     limit: int = 2048
     window: int | None = None  # tokens that a sliding window reaches back, where there is one
     chunks: bool = True
+    undecodable: str = "it has no cache"  # why `begin` is None, where it is

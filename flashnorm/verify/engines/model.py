@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flashnorm.errors import ConfigError
-from flashnorm.verify.engines.engine import Engine, Fresh
+from flashnorm.verify.engines.engine import Begin, Engine
 from flashnorm.verify.forward import TransformersModel
 from flashnorm.verify.oracle import choose_oracle, exact_logits
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by release and family
 _LONGEST = 4096  # tokens of a sequence, where the model states no limit
+_KEPT_BACK = 4  # positions that a model may keep back from those it states: RoBERTa's first token stands at 2
 
 
 def model_engine(
@@ -33,9 +34,8 @@ def model_engine(
             "and `flashnorm verify SRC DST` compares any two checkpoints"
         )
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or _LONGEST
     forward = inspect.signature(model.forward).parameters
-    cache = next((known for known in _CACHE_NAMES if known in forward), None)
+    begin, why = _decoding(model)
     return Engine(
         name=name,
         vocabulary=text.vocab_size,
@@ -43,10 +43,31 @@ def model_engine(
         fresh=lambda ids: _logits(model, ids),
         exact=_Oracle(load_stock, main_dtype(model)) if load_stock else None,
         padded=(lambda ids, mask: _padded(model, ids, mask)) if "attention_mask" in forward else None,
-        begin=None if cache is None else lambda rows: ModelDecoding(model, cache),
-        limit=int(limit),
+        begin=begin,
+        limit=_limit(text),
         window=getattr(text, "sliding_window", None),
+        undecodable=why,
     )
+
+
+def _limit(config: Any) -> int:
+    stated = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return stated - _KEPT_BACK if isinstance(stated, int) and stated > _KEPT_BACK else _LONGEST
+
+
+def _decoding(model: TransformersModel) -> tuple[Begin | None, str]:
+    """How the model decodes, tried on two tokens; else why it does not, in its own words."""
+    forward = inspect.signature(model.forward).parameters
+    cache = next((known for known in _CACHE_NAMES if known in forward), None)
+    if cache is None:
+        return None, "its forward takes no cache"
+    try:
+        trial = ModelDecoding(model, cache)
+        for _ in range(2):
+            trial.extend(torch.zeros(1, 1, dtype=torch.int64))
+    except Exception as error:  # third-party code: some models need a cache of their own
+        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return lambda rows: ModelDecoding(model, cache), ""
 
 
 def main_dtype(model: TransformersModel) -> torch.dtype:
@@ -85,11 +106,6 @@ class _Oracle:
             self._dtype = choose_oracle(self._model, self._own, ids.numel() * vocabulary)
         logits = exact_logits(self._model, ids.cpu(), self._dtype)
         return logits.view(*ids.shape, -1)
-
-
-def exact_of(load: Callable[[], TransformersModel], own: torch.dtype) -> Fresh:
-    """The oracle alone, for engines whose own weights are a stock model's."""
-    return _Oracle(load, own)
 
 
 @torch.inference_mode()
