@@ -1,4 +1,4 @@
-"""`flashnorm verify SRC DST`, `--model DIR` and `--hashes FOLDER`."""
+"""`flashnorm verify SRC DST`, `--model DIR`, `--endpoint URL` and `--hashes FOLDER`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,18 @@ def command(
         typer.Option(metavar="FOLDER", help="Only recheck a folded folder's files against its manifest."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Run the battery on one checkpoint, without a second one.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Run the battery on one checkpoint (with --endpoint: the model's name there)."
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Check a completions server; --model NAME says which model."),
     ] = None,
     accelerated: Annotated[bool, typer.Option(help="With --model: run it as flashnorm.accelerate does.")] = False,
     reference: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --model: what it should compute, for parity.")
+        Path | None, typer.Option(metavar="DIR", help="What the model should compute, or an endpoint's checkpoint.")
     ] = None,
     level: Annotated[Level, typer.Option(help="How much the battery looks at.")] = Level.standard,
     only: Annotated[
@@ -56,6 +63,9 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Check that a folded checkpoint computes what its source computes, or run the battery on one model."""
+    if endpoint is not None:
+        _check_endpoint(endpoint, model, reference, level, only, quiet, as_json, junit, html)
+        return
     if model is not None:
         if src is not None or hashes is not None:
             raise Refusal("--model takes one checkpoint; leave out SRC, DST and --hashes")
@@ -124,6 +134,37 @@ def command(
         raise CheckFailed(f"{dst} is not {src} folded: {report.verdict}")
     if not as_json:
         typer.echo(report.verdict)
+
+
+def _check_endpoint(
+    url: str,
+    model: str | None,
+    reference: Path | None,
+    level: Level,
+    only: str | None,
+    quiet: bool,
+    as_json: bool,
+    junit: Path | None,
+    html: Path | None,
+) -> None:
+    if model is None:
+        raise Refusal("--endpoint needs the model's name on the server: give --model NAME")
+    if reference is not None:
+        require_folder(reference)
+
+    def make() -> BatteryReport:
+        from flashnorm.verify.endpoint.suite import endpoint_battery
+
+        return endpoint_battery(
+            url,
+            model,
+            reference=reference,
+            level=level.value,
+            only=run_battery.names(only),
+            progress=None if quiet else partial(say, "verify"),
+        )
+
+    run_battery.run(make, as_json=as_json, junit=junit, html=html)
 
 
 def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from flashnorm.cli.main import main
+from tests.verify.endpoint import server
 from tests.verify.tiny import save, tiny_model
 
 
@@ -65,3 +66,18 @@ def test_refusals(folder: Path, capsys: pytest.CaptureFixture[str], arguments: t
     out, err = capsys.readouterr()
     assert out == ""
     assert sentence in err
+
+
+def test_an_endpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server.serving(server.completions(server.sure(tiny_model("llama")))) as url:
+        options = ("--endpoint", url, "--model", "tiny", "--reference", folder, "--level", "quick")
+        assert _run(*options, "--only", "determinism", "--quiet") == 0
+        assert "passed: 1 checks (determinism)" in capsys.readouterr().out
+        with server.serving(server.proxy(url, server.other_every_time)) as bad:
+            options = ("--endpoint", bad, "--model", "tiny", "--reference", folder, "--level", "quick")
+            assert _run(*options, "--only", "determinism", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["checks"][0]["passed"] is False
+    assert "determinism: repeated, the probabilities at step" in err
+    assert _run("--endpoint", "http://127.0.0.1:9/v1") == 2
+    assert "give --model NAME" in capsys.readouterr().err
