@@ -70,7 +70,7 @@ def busy(device: torch.device) -> Iterator[None]:
 
 def _figure(way: str, answers: list[Tensor]) -> Check:
     first, *others = answers
-    wrong = [i for i, answer in enumerate(others, start=1) if not _same_bits(first, answer)]
+    wrong = [i for i, answer in enumerate(others, start=1) if not same_bits(first, answer)]
     shown = ""
     if wrong:
         rows = (first.contiguous().view(torch.uint8) != others[wrong[0] - 1].contiguous().view(torch.uint8)).any(-1)
@@ -82,6 +82,6 @@ def _figure(way: str, answers: list[Tensor]) -> Check:
     return Check(f"other_bits ({way})", len(wrong), 0, shown)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """NaN equals itself here: a NaN in every run is no question of determinism."""
     return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))
