@@ -78,6 +78,6 @@ def test_an_endpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert _run(*options, "--only", "determinism", "--json") == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["checks"][0]["passed"] is False
-    assert "determinism: repeated, the probabilities at step" in err
+    assert "determinism: repeated, the log-probabilities at step" in err
     assert _run("--endpoint", "http://127.0.0.1:9/v1") == 2
     assert "give --model NAME" in capsys.readouterr().err

@@ -1,12 +1,15 @@
 """The checks of an endpoint. All that is known of it are the likeliest tokens of each step with their probabilities.
 
-**Lag.** A generated answer's step n was decoded against a cache. The same prefix asked for one token is prefilled, so
-its probabilities f_n are computed another way. Step n is stale by k when its probabilities c_n match f_{n-k} more than
-twice as well as f_n, and f_n and f_{n-k} lie so far apart, beyond 2 `ALLOWED`, that no rounding confuses them: if
-|c_n - f_n| <= ALLOWED, the triangle inequality leaves |c_n - f_{n-k}| > ALLOWED >= |c_n - f_n|.
+A is how far two right answers may lie apart (`flashnorm.verify.endpoint.distance`).
 
-**Company and repeats.** One question has one answer, up to `ALLOWED`: asked again, in one request with others, and
-while others are answered.
+**Lag.** A generated answer's step n was decoded against a cache; the same prefix asked for one token is prefilled, and
+gives f_n. Step n is stale by k when its answer c_n matches f_{n-k} more than twice as well as f_n, where f_n and
+f_{n-k} lie more than 2 A apart: for a right answer, |c_n - f_n| <= A leaves |c_n - f_{n-k}| > A >= |c_n - f_n|. And the
+typical step must lie nearer to its own fresh answer than half way to its neighbour's, or the cache holds something
+else.
+
+**Company and repeats.** One question has one answer, up to A: in one request with others, and while others are
+answered. Asked again in the same way, it has the same one up to a few roundings of its logits.
 
 **Causality.** With `echo` a server gives the probabilities of the prompt's own tokens. Those up to token t must not
 change when token t does.
@@ -16,70 +19,50 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from flashnorm.errors import Refusal
 from flashnorm.verify.endpoint.client import Answer, Client, Prompt
-from flashnorm.verify.endpoint.distance import ALLOWED, distance, worst_distance
+from flashnorm.verify.endpoint.distance import (
+    BACK,
+    allowed_distance,
+    distance,
+    largest,
+    same_way_distance,
+    worst_distance,
+)
 from flashnorm.verify.outcome import Outcome
 from flashnorm.verify.report import Check
 
-_BACK = 3  # steps before that an answer is looked for
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LEADS = 4  # tokens at the start of a prompt that always count: a change is made behind them
 
 
-def check_lag(client: Client, prompt: Prompt, tokens: int) -> Outcome:
+@dataclass(frozen=True)
+class Text:
+    """One generated answer: each step as it came from the cache and as its prefix gives it afresh."""
+
+    steps: tuple[Mapping[str, float], ...]
+    fresh: tuple[Mapping[str, float], ...]
+
+    @property
+    def allowed(self) -> float:
+        """A, in nats."""
+        return allowed_distance(self.steps, self.fresh)
+
+    @property
+    def allowed_same_way(self) -> float:
+        """The same for one question asked twice in one way, in nats."""
+        return same_way_distance(self.fresh)
+
+
+def generate(client: Client, prompt: Prompt, tokens: int) -> Text:
     """Generate `tokens` after `prompt` in one answer, then ask for each of its steps afresh."""
     answer = client.complete(prompt, tokens)
-    fresh = [client.complete(prefix, 1).steps[0] for prefix in _prefixes(client, prompt, answer)]
-    steps = answer.steps[: len(fresh)]
-    stale = [n for n in range(1, len(steps)) if _stale_by(steps[n], fresh, n)]
-    own = [distance(c, f) for c, f in zip(steps, fresh, strict=True)]
-    typical = statistics.median(own)
-    shown = ""
-    if stale:
-        n = stale[0]
-        late = _stale_by(steps[n], fresh, n)
-        more = f" (and at {len(stale) - 1} more)" if len(stale) > 1 else ""
-        shown = (
-            f"the log-probabilities at step {n}{more} of {len(steps)} are those of {late} step{'s' * (late > 1)} "
-            f"before: they lie {distance(steps[n], fresh[n - late]):.3g} from that step's, {own[n]:.3g} from their own"
-        )
-    figures = (
-        Check("stale_steps", len(stale), 0, shown),
-        Check(
-            "typical_distance",
-            typical,
-            ALLOWED,
-            f"a generated step's probabilities differ by {typical:.3g} from those of the same prefix asked afresh: the "
-            "cache holds something else than the prompt says",
-        ),
-    )
-    before = [1.0, *(distance(c, f) for c, f in zip(steps[1:], fresh[:-1], strict=True))]
-    decided = sum(distance(a, b) > 2 * ALLOWED for a, b in zip(fresh[1:], fresh[:-1], strict=True))
-    return Outcome(
-        "lag",
-        figures,
-        notes=(f"{decided} of {len(steps) - 1} steps differ enough from the step before to tell the two apart",),
-        series={
-            "position": list(range(len(steps))),
-            "own_distance": own,
-            "previous_distance": before,
-            "allowed": [ALLOWED] * len(steps),
-            "heat": [[distance(c, f) for f in fresh] for c in steps],
-        },
-    )
-
-
-def _stale_by(step: dict[str, float], fresh: Sequence[dict[str, float]], n: int) -> int:
-    """How many steps before answer for this one; 0 where it answers for itself, or nobody can tell."""
-    own = distance(step, fresh[n])
-    for k in range(1, min(_BACK, n) + 1):
-        if distance(step, fresh[n - k]) < own / 2 and distance(fresh[n], fresh[n - k]) > 2 * ALLOWED:
-            return k
-    return 0
+    fresh = tuple(client.complete(prefix, 1).steps[0] for prefix in _prefixes(client, prompt, answer))
+    return Text(answer.steps[: len(fresh)], fresh)
 
 
 def _prefixes(client: Client, prompt: Prompt, answer: Answer) -> list[Prompt]:
@@ -98,34 +81,97 @@ def _prefixes(client: Client, prompt: Prompt, answer: Answer) -> list[Prompt]:
     return [[*prompt, *ids[:n]] for n in range(len(ids))]
 
 
-def check_determinism(client: Client, prompt: Prompt, tokens: int, repeats: int) -> Outcome:
-    """The same request `repeats` times, one after the other."""
+def check_lag(text: Text) -> Outcome:
+    """Every step against its own fresh answer, and against those of the steps before."""
+    steps, fresh = text.steps, text.fresh
+    stale = [n for n in range(1, len(steps)) if _stale_by(text, n)]
+    own = [distance(c, f) for c, f in zip(steps, fresh, strict=True)]
+    before = [distance(c, f) for c, f in zip(steps[1:], fresh, strict=False)]
+    between = [distance(a, b) for a, b in zip(fresh[1:], fresh, strict=False)]
+    typical, half = statistics.median(own), statistics.median(between) / 2 if between else math.inf
+    figures = (
+        Check("stale_steps", len(stale), 0, _stale_words(text, stale, own)),
+        Check(
+            "typical_distance",
+            typical,
+            half,
+            f"a typical step's log-probabilities lie {typical:.3g} nats from those of the same prefix asked afresh, "
+            f"and half way to the step before is {half:.3g}: the cache holds something else than the prompt says",
+        ),
+    )
+    decided = sum(apart > 2 * text.allowed for apart in between)
+    return Outcome(
+        "lag",
+        figures,
+        notes=(
+            f"{decided} of {len(between)} steps differ enough from the step before to tell the two apart",
+            f"two right answers may lie {text.allowed:.3g} nats apart",
+        ),
+        series={
+            "position": list(range(len(steps))),
+            "own_distance": own,
+            "previous_distance": [math.inf, *before],
+            "allowed": [text.allowed] * len(steps),
+            "heat": [[distance(c, f) for f in fresh] for c in steps],
+        },
+    )
+
+
+def _stale_by(text: Text, n: int) -> int:
+    """How many steps before answer for this one; 0 where it answers for itself, or nobody can tell."""
+    own = distance(text.steps[n], text.fresh[n])
+    for k in range(1, min(BACK, n) + 1):
+        near = distance(text.steps[n], text.fresh[n - k]) < own / 2
+        if near and distance(text.fresh[n], text.fresh[n - k]) > 2 * text.allowed:
+            return k
+    return 0
+
+
+def _stale_words(text: Text, stale: Sequence[int], own: Sequence[float]) -> str:
+    if not stale:
+        return ""
+    n = stale[0]
+    late = _stale_by(text, n)
+    more = f" (and at {len(stale) - 1} more)" if len(stale) > 1 else ""
+    theirs = distance(text.steps[n], text.fresh[n - late])
+    return (
+        f"the log-probabilities at step {n}{more} of {len(text.steps)} are those of {late} step{'s' * (late > 1)} "
+        f"before: they lie {theirs:.3g} nats from that step's, {own[n]:.3g} from their own"
+    )
+
+
+def check_determinism(client: Client, prompt: Prompt, tokens: int, repeats: int, allowed: float) -> Outcome:
+    """The same request `repeats` times, one after the other. `allowed`: nats."""
     first, *others = [client.complete(prompt, tokens) for _ in range(repeats)]
-    return Outcome("determinism", (_alike("repeated", first, others),))
+    return Outcome("determinism", (_alike("repeated", [(first, other) for other in others], allowed),))
 
 
-def check_batching(client: Client, prompts: Sequence[Prompt], tokens: int) -> Outcome:
-    """Each prompt alone, all in one request, and each in a request of its own at the same time."""
+def check_batching(client: Client, prompts: Sequence[Prompt], tokens: int, allowed: float) -> Outcome:
+    """Each prompt alone, all in one request, and each in a request of its own at the same time. `allowed`: nats."""
     alone = [client.complete(prompt, tokens) for prompt in prompts]
     together = client.complete_all(prompts, tokens)
     with ThreadPoolExecutor(len(prompts)) as pool:
         at_once = list(pool.map(lambda prompt: client.complete(prompt, tokens), prompts))
-    figures = []
-    for way, answers in (("in one request", together), ("at the same time", at_once)):
-        pairs = [_alike(way, one, [other]) for one, other in zip(alone, answers, strict=True)]
-        figures.append(max(pairs, key=lambda check: (not check.passed, check.value)))
+    figures = [
+        _alike(way, list(zip(alone, answers, strict=True)), allowed)
+        for way, answers in (("in one request", together), ("at the same time", at_once))
+    ]
     return Outcome("batching", tuple(figures))
 
 
-def _alike(way: str, first: Answer, others: Sequence[Answer]) -> Check:
-    value, step = max(
-        (worst_distance(first, other) for other in others), key=lambda pair: (pair[0] != pair[0], pair[0])
+def _alike(way: str, pairs: Sequence[tuple[Answer, Answer]], allowed: float) -> Check:
+    found = [worst_distance(one, other) for one, other in pairs]
+    value, place = largest([worst for worst, _ in found])
+    words = (
+        f"{way}, the log-probabilities at step {found[place][1]} differ by {value:.3g} nats, where rounding explains "
+        f"{allowed:.3g}"
     )
-    words = f"{way}, the probabilities at step {step} differ by {value:.3g}, where rounding explains {ALLOWED:.3g}"
-    return Check(f"another_answer ({way})", value, ALLOWED, words)
+    return Check(f"another_answer ({way})", value, allowed, words)
 
 
-def check_causality(client: Client, prompt: Prompt, change: Callable[[Prompt, int], Prompt], places: int) -> Outcome:
+def check_causality(
+    client: Client, prompt: Prompt, change: Callable[[Prompt, int], Prompt], places: int, allowed: float
+) -> Outcome:
     """`change(prompt, t)` changes its token (or word) t. Where the server cannot echo, the check is skipped."""
     try:
         before = client.complete(prompt, 1, echo=True)
@@ -134,15 +180,19 @@ def check_causality(client: Client, prompt: Prompt, change: Callable[[Prompt, in
     length = len(before.tokens) - 1
     if length <= _LEADS + 1:
         return Outcome("causality", skipped="the server does not echo prompts, or the prompt is too short")
-    step = max(1, (length - _LEADS) // places)
-    figures: list[tuple[float, str]] = []
-    for t in range(_LEADS, length, step):
+    values, words = [], []
+    for t in range(_LEADS, length, max(1, (length - _LEADS) // places)):
         after = client.complete(change(prompt, t), 1, echo=True)
         common = next(n for n, pair in enumerate(zip(before.tokens, after.tokens, strict=False)) if len({*pair}) > 1)
-        # The probabilities of token t itself are a matter of those before it.
-        for p in range(1, common + 1):
-            value = distance(before.steps[p], after.steps[p])
-            words = f"changing token {common} of the prompt changed the probabilities at token {p} by {value:.3g}"
-            figures.append((value, f"{words}, where rounding explains {ALLOWED:.3g}: the model sees the future"))
-    value, words = max(figures, key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    return Outcome("causality", (Check("future_seen (prompt)", value, ALLOWED, words),))
+        for p in range(1, common + 1):  # the probabilities of token t itself are a matter of those before it
+            # Servers add the token that was given, which at t is another one in each.
+            given = {before.tokens[p], after.tokens[p]} if p == common else set()
+            values.append(distance(_without(before.steps[p], given), _without(after.steps[p], given)))
+            words.append(f"changing token {common} of the prompt changed the log-probabilities at token {p}")
+    value, place = largest(values)
+    meaning = f"{words[place]} by {value:.3g} nats, where rounding explains {allowed:.3g}: the model sees the future"
+    return Outcome("causality", (Check("future_seen (prompt)", value, allowed, meaning),))
+
+
+def _without(step: Mapping[str, float], names: set[str]) -> dict[str, float]:
+    return {name: value for name, value in step.items() if name not in names}

@@ -77,7 +77,12 @@ class Client:
                 f"{self.url} gives no log-probabilities of the likeliest tokens; start the server so that it does "
                 "(`logprobs` of /v1/completions)"
             )
-        return Answer(tuple(tokens), tuple({k: float(v) for k, v in (step or {}).items()} for step in top))
+        return Answer(tuple(tokens), tuple(self._likeliest(step or {}) for step in top))
+
+    def _likeliest(self, step: dict[str, Any]) -> dict[str, float]:
+        """Without the token that was given or drawn, which servers add where it is not among the likeliest."""
+        ordered = sorted(((name, float(value)) for name, value in step.items()), key=lambda pair: -pair[1])
+        return dict(ordered[: self.top])
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         address, headers = self.url.rstrip("/") + path, {"Content-Type": "application/json"}

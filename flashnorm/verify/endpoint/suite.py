@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashnorm.errors import Refusal
-from flashnorm.verify.endpoint.checks import check_batching, check_causality, check_determinism, check_lag
+from flashnorm.verify.endpoint.checks import (
+    Text,
+    check_batching,
+    check_causality,
+    check_determinism,
+    check_lag,
+    generate,
+)
 from flashnorm.verify.endpoint.client import Client, Prompt
 from flashnorm.verify.levels import EXTENTS, Extent, Level
 from flashnorm.verify.outcome import BatteryReport, Outcome
@@ -27,13 +34,16 @@ class _Question:
     prompts: Sequence[Prompt]
     change: Callable[[Prompt, int], Prompt]
     extent: Extent
+    text: Text
 
 
 CHECKS: dict[str, Callable[[_Question], Outcome]] = {
-    "causality": lambda q: check_causality(q.client, q.prompts[0], q.change, q.extent.places),
-    "lag": lambda q: check_lag(q.client, q.prompts[0], q.extent.steps // 4),
-    "batching": lambda q: check_batching(q.client, q.prompts, q.extent.new_tokens),
-    "determinism": lambda q: check_determinism(q.client, q.prompts[1], q.extent.new_tokens, q.extent.repeats),
+    "causality": lambda q: check_causality(q.client, q.prompts[0], q.change, q.extent.places, q.text.allowed_same_way),
+    "lag": lambda q: check_lag(q.text),
+    "batching": lambda q: check_batching(q.client, q.prompts, q.extent.new_tokens, q.text.allowed),
+    "determinism": lambda q: check_determinism(
+        q.client, q.prompts[1], q.extent.new_tokens, q.extent.repeats, q.text.allowed_same_way
+    ),
 }
 
 
@@ -59,7 +69,9 @@ def endpoint_battery(
         raise Refusal(f"level {level!r} does not exist; use one of {', '.join(Level.__members__)}")
     client, extent = Client(url, model), EXTENTS[Level(level)]
     prompts, change = _ids(Path(reference)) if reference else _texts()
-    client.complete(prompts[0], 1)  # a server that does not answer at all is refused before anything is judged
+    if progress:
+        progress("a text, and each of its steps afresh")
+    text = generate(client, prompts[0], extent.steps // 4)
     outcomes = []
     for name in CHECKS:
         if only and name not in only:
@@ -67,7 +79,7 @@ def endpoint_battery(
         if progress:
             progress(name)
         start = time.monotonic()
-        outcome = CHECKS[name](_Question(client, prompts, change, extent))
+        outcome = CHECKS[name](_Question(client, prompts, change, extent, text))
         outcomes.append(replace(outcome, seconds=time.monotonic() - start))
     notes = () if reference else ("prompts are text; --reference DIR makes them ids, and every prefix exact",)
     return BatteryReport(f"{model} at {url}", level, tuple(outcomes), notes)

@@ -90,7 +90,9 @@ def _choice(model: nn.Module, tokenizer: Any, prompt: Any, body: dict[str, Any])
     logits = model(torch.tensor([ids]), past_key_values=cache).logits[0]
     tokens, steps = [], []
     if body.get("echo"):
-        tokens, steps = [name(token) for token in ids], [None, *map(likeliest, logits[:-1])]
+        tokens = [name(token) for token in ids]
+        given = ({name(t): float(row.float().log_softmax(-1)[t])} for t, row in zip(ids[1:], logits, strict=False))
+        steps = [None, *(own | likeliest(row) for own, row in zip(given, logits[:-1], strict=True))]
     for _ in range(body["max_tokens"]):
         token = int(logits[-1].argmax())
         tokens.append(name(token))
@@ -104,7 +106,8 @@ def proxy(url: str, change: Callable[[int, dict[str, Any], dict[str, Any]], None
     count = iter(range(10**9))
 
     def handle(body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode())
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as response:
             answer = json.load(response)
         change(next(count), body, answer)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashnorm.errors import Refusal
-from flashnorm.verify.endpoint.checks import check_lag
+from flashnorm.verify.endpoint.checks import Text, check_lag, generate
 from flashnorm.verify.endpoint.client import Answer, Client
 from flashnorm.verify.endpoint.distance import distance, worst_distance
 from flashnorm.verify.endpoint.suite import CHECKS, endpoint_battery
@@ -48,8 +48,8 @@ def test_prompts_are_text_without_a_reference() -> None:
     [
         (server.late_by_one_step, "lag", "are those of 1 step before"),
         (server.late_once, "lag", "the log-probabilities at step 10 of 24 are those of 1 step before"),
-        (server.other_among_others, "batching", "in one request, the probabilities at step"),
-        (server.other_every_time, "determinism", "repeated, the probabilities at step"),
+        (server.other_among_others, "batching", "in one request, the log-probabilities at step"),
+        (server.other_every_time, "determinism", "repeated, the log-probabilities at step"),
     ],
 )
 def test_a_proxy_with_a_fault_is_told_apart(healthy: str, folder: Path, fault, check: str, words: str) -> None:
@@ -98,17 +98,17 @@ def test_other_refusals(healthy: str) -> None:
     with server.serving(server.completions(tiny_model("llama"), tokenizer=tokenizer())) as url:
         client = Client(url, "tiny")
         with pytest.raises(Refusal, match="does not name tokens by their ids"):
-            check_lag(client, [1, 2, 3], 4)
+            generate(client, [1, 2, 3], 4)
 
 
-def test_distances_are_at_most_the_total_variation() -> None:
+def test_distances_are_never_too_large() -> None:
     one = {"a": -0.1, "b": -3.0}
     assert distance(one, one) == 0
     assert distance({"a": 0.0}, {"b": 0.0}) == 0  # each may hold the other just below its list
-    assert distance({"a": 0.0, "c": -9.0}, {"b": 0.0, "c": -9.0}) == pytest.approx(1, abs=1e-3)
+    assert distance({"a": -1.0, "c": -9.0}, {"b": -1.0, "c": -9.0}) == pytest.approx((2 * 64 / 3) ** 0.5)
     assert distance({"a": float("nan")}, one) != distance({"a": float("nan")}, one)
     assert distance({}, {}) == 0
-    assert distance({}, one) == 1
+    assert distance({}, one) == float("inf")
 
 
 def test_answers_count_until_they_part() -> None:
@@ -116,4 +116,20 @@ def test_answers_count_until_they_part() -> None:
     other = Answer(("a", "x", "y"), ({"a": -0.1}, {"b": -3.0, "x": -0.1}, {"y": -9.0}))
     value, step = worst_distance(first, other)
     assert step == 1
-    assert value == pytest.approx(0.855, abs=1e-2)
+    assert value == pytest.approx(2.9)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_noise_is_told_from_a_lag_even_of_every_step(late: int) -> None:
+    fresh = tuple({"a": -0.1 - n % 5, "b": -3.0 - n % 7} for n in range(20))
+    noisy = tuple({token: value + 0.01 * (-1) ** n for token, value in step.items()} for n, step in enumerate(fresh))
+    text = Text((fresh[0],) * late + noisy[: 20 - late], fresh)
+    assert text.allowed == pytest.approx(5 * max(0.01, 2**-8 * 6), rel=0.5)
+    assert check_lag(text).passed is (late == 0)
+
+
+def test_a_cache_of_something_else_is_found() -> None:
+    fresh = tuple({"a": -0.1 - n % 5, "b": -3.0 - n % 7} for n in range(20))
+    other = tuple({"a": -4.0 + n % 3, "b": -0.5 - n % 2} for n in range(20))
+    outcome = check_lag(Text(other, fresh))
+    assert [figure.name for figure in outcome.failures] == ["typical_distance"]
