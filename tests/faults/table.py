@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flashnorm.verify.engines.engine import Engine
 from flashnorm.verify.engines.model import model_engine
+from flashnorm.verify.forward import logits_of
 from flashnorm.verify.levels import EXTENTS, Level
 from flashnorm.verify.parity import Reference
 from flashnorm.verify.races.check import check_races
@@ -67,8 +68,8 @@ def unit_test_passes(fault: Fault) -> bool:
     if fault.source.__module__ == "tests.faults.numbers" and "adapter" in fault.source.__name__:
         source = fault.source(source)  # the adapter is what is tested; activations of usual size are what tests take
     token = torch.tensor([[7]])
-    sound = model_engine(source, "source").fresh(token)
-    return torch.allclose(engine_of(fault, source).fresh(token), sound, rtol=1e-2, atol=1e-2)
+    planted = fault.plant(source)  # asked once, through nothing that asks it before
+    return torch.allclose(logits_of(planted, token), logits_of(source, token), rtol=1e-2, atol=1e-2)
 
 
 @torch.inference_mode()

@@ -21,8 +21,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.float32) for family in FAMILIES), *((family, torch.bfloat16) for family in FAMILIES[::2])],
+)
 def test_a_healthy_model_passes(family: str, dtype: torch.dtype) -> None:
     if family not in zoo.model_types("causal"):
         pytest.skip(f"this Transformers has no {family}")
@@ -36,7 +38,7 @@ def test_a_healthy_model_passes(family: str, dtype: torch.dtype) -> None:
 def test_both_attentions_pass(attention: str, dtype: torch.dtype) -> None:
     model = tiny_model("llama", dtype)
     model.set_attn_implementation(attention)
-    assert flashnorm.battery(model, level="standard").passed
+    assert flashnorm.battery(model, level="quick").passed
 
 
 @pytest.mark.parametrize("name", ["llama_yarn", "mistral", "gemma2", "granite"])
@@ -50,5 +52,5 @@ def test_a_decode_program_passes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_model_passes(smollm2_bf16: Path) -> None:
-    report = flashnorm.battery(smollm2_bf16, level="quick")
+    report = flashnorm.battery(smollm2_bf16, level="quick", only=["causality", "lag", "batching"])
     assert report.passed, report.verdict
