@@ -24,6 +24,8 @@ def run(make: Callable[[], BatteryReport], *, as_json: bool, junit: Path | None,
         if path is not None:
             _require_writable(path)
     report = make()
+    if not report.passed and not report.failures:
+        raise Refusal(report.verdict)  # nothing could be checked: there is nothing to write
     if junit is not None:
         from flashnorm.verify.junit import junit_xml
 
@@ -38,14 +40,8 @@ def run(make: Callable[[], BatteryReport], *, as_json: bool, junit: Path | None,
         from flashnorm.verify.outcome_table import battery_table
 
         console().print(battery_table(report))
-    _judge(report, as_json)
-
-
-def _judge(report: BatteryReport, as_json: bool) -> None:
     if report.failures:
         raise CheckFailed(report.verdict)
-    if not report.passed:
-        raise Refusal(report.verdict)
     if not as_json:
         typer.echo(report.verdict)
 

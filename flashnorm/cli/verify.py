@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashnorm.cli import battery as run_battery
-from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, console, counted, print_json, say
+from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, console, counted, device_named, print_json, say
 from flashnorm.errors import CheckFailed, Refusal
 from flashnorm.folders import require_folder
 from flashnorm.verify.levels import Level
@@ -49,6 +49,9 @@ def command(
         typer.Option(metavar="URL", help="Check a completions server; --model NAME says which model."),
     ] = None,
     accelerated: Annotated[bool, typer.Option(help="With --model: run it as flashnorm.accelerate does.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="With --model: cpu, cuda or cuda:1; default: the first GPU, else the CPU.")
+    ] = None,
     reference: Annotated[
         Path | None, typer.Option(metavar="DIR", help="What the model should compute, or an endpoint's checkpoint.")
     ] = None,
@@ -88,14 +91,17 @@ def command(
                 reference=reference,
                 text=sample,
                 dtype=_torch_dtype(dtype),
+                device=device_named(device),
                 trust_remote_code=trust_remote_code,
                 progress=None if quiet else partial(say, "verify"),
             )
 
         run_battery.run(make, as_json=as_json, junit=junit, html=html)
         return
-    if accelerated or reference or only or junit or html:
-        raise Refusal("--accelerated, --reference, --only, --junit and --html belong to the battery; give --model DIR")
+    if accelerated or reference or device or only or junit or html:
+        raise Refusal(
+            "--accelerated, --reference, --device, --only, --junit and --html belong to the battery; give --model DIR"
+        )
     if hashes is not None:
         if src is not None:
             raise Refusal("--hashes takes one folder; leave out SRC and DST")

@@ -108,6 +108,7 @@ def find_parting(
 def _outputs(model: TransformersModel, ids: Tensor, *dtypes: torch.dtype | None) -> list[dict[str, Tensor]]:
     """For each dtype (None: the model's own), name -> (positions, width) of each module's first call."""
     runs = []
+    ids = ids.to(model.device)
     for dtype in dtypes:
         seen: dict[str, Tensor] = {}
         with watched(model, partial(_keep, seen)):
@@ -121,7 +122,7 @@ def _outputs(model: TransformersModel, ids: Tensor, *dtypes: torch.dtype | None)
 
 def _keep(seen: dict[str, Tensor], name: str, output: Tensor) -> None:
     if name not in seen:
-        seen[name] = (output.reshape(-1, output.shape[-1]) if output.dim() > 1 else output[None]).clone()
+        seen[name] = (output.reshape(-1, output.shape[-1]) if output.dim() > 1 else output[None]).cpu().clone()
 
 
 def _drift(name: str, own: Tensor, exact: Tensor, candidate: Tensor, norm: bool, added: float) -> ModuleDrift:

@@ -77,6 +77,7 @@ def battery(
     reference: Model | None = None,
     text: str | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> BatteryReport:
@@ -86,7 +87,8 @@ def battery(
     `Engine`. `level`: "quick", "standard" or "thorough". `only`: names of checks, all where empty. `accelerated`: a
     folder's model is run through `flashnorm.accelerate`, with its decode program where it has one. `reference`: a
     folder or model that computes what `target` should; an accelerated one has its stock form. `text`: where token ids
-    come from, where there is a tokenizer; else built-in passages, or random ids.
+    come from, where there is a tokenizer; else built-in passages, or random ids. `device`: where a folder's model runs;
+    oracles run on the CPU.
 
     Raises `Refusal` for unknown names, and what `open_subject` raises. A failed check raises nothing.
     """
@@ -96,7 +98,7 @@ def battery(
     extent = EXTENTS[Level(level)]
     say = progress or (lambda _: None)
     say("opening")
-    opened = _open(target, accelerated, dtype, trust_remote_code, extent)
+    opened = _open(target, accelerated, dtype, torch.device(device), trust_remote_code, extent)
     engine, notes = opened.engine, opened.notes
     ids = _ids(engine, opened.subject, text, extent)
     say("rounding, against the oracle" if engine.exact else "rounding, estimated")
@@ -145,14 +147,19 @@ class _Opened:
 
 
 def _open(
-    target: Target, accelerated: bool, dtype: torch.dtype | None, trust_remote_code: bool, extent: Extent
+    target: Target,
+    accelerated: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    trust_remote_code: bool,
+    extent: Extent,
 ) -> _Opened:
     if isinstance(target, (Engine, nn.Module)):
         if accelerated or dtype is not None:
             raise Refusal("accelerated and dtype are for checkpoint folders; an engine or a model is run as it is")
         return _Opened(target) if isinstance(target, Engine) else _opened_module(target)
     subject = open_subject(target, trust_remote_code)
-    model = subject.load(dtype)
+    model = subject.load(dtype).to(device)
     opened = _Opened(model_engine(model, subject.name, lambda: subject.load(dtype)), subject, model)
     return _accelerated(opened, extent) if accelerated else opened
 

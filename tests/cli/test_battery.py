@@ -55,6 +55,8 @@ def test_a_failure_in_json(
         (("--model", "absent"), "absent does not exist; give a checkpoint folder"),
         (("--model", "model", "model"), "--model takes one checkpoint"),
         (("--model", "model", "--only", "luck"), "there is no check 'luck'"),
+        (("--model", "model", "--only", "slots"), "nothing was checked: "),
+        (("--model", "model", "--device", "cuda:77"), "--device cuda:77 cannot be used here"),
         (("--model", "model", "--html", "absent/a.html"), "cannot be written: give the path of a file in a folder"),
         (("--model", "model", "--junit", "model"), "cannot be written"),
         (("model", "model", "--only", "lag"), "belong to the battery; give --model DIR"),
