@@ -99,4 +99,4 @@ def _figure(way: str, answer: Tensor, alone: Tensor, first: int, rounding: Round
             f"position {first + index % length}"
         )
 
-    return distance_check(f"another_answer ({way})", squares, rounding, words)
+    return distance_check(f"another_answer ({way})", squares, rounding, words, everywhere=True)

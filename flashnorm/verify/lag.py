@@ -25,6 +25,7 @@ partial one more than for the other k.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,9 +83,10 @@ def judge_lag(own: Tensor, apart: Tensor, rounding: Rounding, prompt: int) -> Ou
     best, gap = (of.gather(1, nearest[:, None])[:, 0].sqrt() for of in (own, apart))
     stale = ((best < own[:, 0].sqrt() / 2) & (gap / 2 > rounding.allowed)).nonzero()[:, 0].tolist()
     decided = int((apart[1:, 1].sqrt() / 2 > rounding.allowed).sum())
+    far = partial(_far_words, len(own), prompt)
     figures = (
         Check("stale_steps", len(stale), 0, _stale_words(stale, nearest, own, prompt)),
-        distance_check("cached_distance", own[:, 0], rounding, lambda i, times: _far_words(i, times, len(own), prompt)),
+        distance_check("cached_distance", own[:, 0], rounding, far, everywhere=True),
     )
     ways = _ways(own, apart, rounding)
     failed = not all(figure.passed for figure in figures)
@@ -180,7 +182,7 @@ def _stale_words(stale: list[int], nearest: Tensor, own: Tensor, prompt: int) ->
     )
 
 
-def _far_words(index: int, times: float, steps: int, prompt: int) -> str:
+def _far_words(steps: int, prompt: int, index: int, times: float) -> str:
     return (
         f"cached logits differ from fresh ones by {times:.3g} times what rounding explains, at position "
         f"{prompt - 1 + index} of {prompt - 1 + steps}"

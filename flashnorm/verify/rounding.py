@@ -16,9 +16,14 @@ rounding of the logits themselves, u ‖f‖, is added in squares, so that an en
 still allowed to round them. Without an oracle, see `estimated`.
 
 **Choices.** A model that chooses (experts by top-k, say) may turn a near tie over where rounding differs, and then a
-position's logits change by an amount that does not depend on the rounding. That such operations run is seen by tracing
-one forward pass. For these models single positions prove nothing: the ratio of sums over positions is judged, widened
-by its own sampling error as in `flashnorm.verify.bounds`.
+position's logits change by an amount that does not depend on the rounding, and through the cache those of every later
+position of its sequence. That such operations run is seen by tracing one forward pass. For these models single
+positions prove nothing. What is judged is the ratio of means over positions, and since the positions of a sequence are
+not independent, its logarithm's standard error is taken at the largest it can be, sqrt(2) (see
+`flashnorm.verify.bounds`). A fault that shows `everywhere`, as one of the cache does, must raise the median as well,
+which a choice that turns over late in a sequence does not. What remains: a choice that turns over in the first half of
+every sequence fails a healthy model. It takes a tie within the unit roundoff, so in fp32 a chance of the order of u
+for each token and layer.
 """
 
 from __future__ import annotations
@@ -85,11 +90,18 @@ def estimated(rounded: Tensor, dtype: torch.dtype, routed: bool) -> Rounding:
     return Rounding(rounded / unit / (2 * SIGMAS**2), routed, measured=False)
 
 
-def distance_check(name: str, squares: Tensor, rounding: Rounding, words: Callable[[int, float], str]) -> Check:
+def distance_check(
+    name: str,
+    squares: Tensor,
+    rounding: Rounding,
+    words: Callable[[int, float], str],
+    *,
+    everywhere: bool = False,
+) -> Check:
     """Whether rounding explains squared distances (positions,) of answers that should be the same.
 
     `words`: from the index of the worst position and its distance in units of the allowed one, what a failure means.
-    The figure is in those units; for a model that chooses, it is the root of the ratio of means, over its own bound.
+    `everywhere`: whether the faults looked for show at most positions. The figure is in units of what is allowed.
     """
     if not squares.isfinite().all():
         return Check(name, math.nan, 1.0, words(int((~squares.isfinite()).nonzero()[0]), math.nan))
@@ -98,13 +110,10 @@ def distance_check(name: str, squares: Tensor, rounding: Rounding, words: Callab
     if not rounding.routed:
         return Check(name, excess, 1.0, words(worst, excess))
     ratio = float(squares.mean()) / float(rounding.squares.mean())
-    return Check(name, math.sqrt(ratio / (2 * _unpaired_slack(squares, rounding.squares))), 1.0, words(worst, excess))
-
-
-def _unpaired_slack(figures: Tensor, reference: Tensor) -> float:
-    """As `bounds.sampling_slack`, for means over different positions, whose errors are independent."""
-    shares = [f / f.sum() if f.sum() > 0 else torch.zeros_like(f) for f in (figures, reference)]
-    return math.exp(SIGMAS * math.hypot(*(float(share.norm()) for share in shares)))
+    figure = math.sqrt(ratio / (2 * math.exp(SIGMAS * math.sqrt(2))))
+    if everywhere:
+        figure = min(figure, math.sqrt(float(squares.median())) / rounding.allowed)
+    return Check(name, figure, 1.0, words(worst, excess))
 
 
 class _Choices(TorchFunctionMode):

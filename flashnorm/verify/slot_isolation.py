@@ -116,4 +116,4 @@ def _figure(way: str, answers: Sequence[_Answer], engine: Engine, rounding: Roun
             f"rounding explains (answer {index}): another sequence reaches into it"
         )
 
-    return distance_check(f"disturbed ({way})", torch.cat(squares), rounding, words)
+    return distance_check(f"disturbed ({way})", torch.cat(squares), rounding, words, everywhere=True)

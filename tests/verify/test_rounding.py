@@ -39,10 +39,14 @@ def test_one_far_position_fails_where_nothing_chooses_and_many_where_something_d
     for routed, spoilt in ((False, one), (True, many)):
         rounding = Rounding(squares, routed)
         words = lambda index, times: f"at {index}, {times:.3g}"  # noqa: E731
-        assert distance_check("x", squares, rounding, words).passed
-        assert not distance_check("x", spoilt, rounding, words).passed
+        for everywhere in (False, True):
+            assert distance_check("x", squares, rounding, words, everywhere=everywhere).passed
+            assert not distance_check("x", spoilt, rounding, words, everywhere=everywhere).passed
     assert distance_check("x", one, Rounding(squares, True), words).passed
     assert distance_check("x", one, Rounding(squares, False), words).meaning == "at 17, 2.83"
+    late = torch.cat([squares[:60], 1e6 * squares[60:]])  # one that stays in the cache from position 60 on
+    assert not distance_check("x", late, Rounding(squares, True), words).passed
+    assert distance_check("x", late, Rounding(squares, True), words, everywhere=True).passed
 
 
 @pytest.mark.parametrize("routed", [False, True])
