@@ -27,9 +27,10 @@ lint: .venv/dev.stamp
 test-oldest: .venv-oldest/dev.stamp
 	$(TEST_ENV) .venv-oldest/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-# Stock vLLM on the CPU loads the demo's source and folded checkpoints.
-test-vllm: demo .venv-vllm/vllm.stamp
+# Stock vLLM on the CPU loads the demo's source and folded checkpoints, and is checked as an endpoint.
+test-vllm: demo .venv/dev.stamp .venv-vllm/vllm.stamp
 	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python -m tests.clients.vllm_client demo/source demo/folded
+	HF_HUB_OFFLINE=1 .venv/bin/python -m tests.clients.vllm_endpoint .venv-vllm/bin/python demo/source
 
 clean:
 	rm -rf .venv .venv-oldest .venv-vllm .cache demo build dist *.egg-info

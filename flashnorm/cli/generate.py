@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, counted, print_json, say
-from flashnorm.errors import CheckpointError, DeviceError, FlashnormError, Refusal, Unsupported
+from flashnorm.cli.options import AsJson, Dtype, Quiet, TrustRemoteCode, counted, device_named, print_json, say
+from flashnorm.errors import CheckpointError, FlashnormError, Refusal, Unsupported
 from flashnorm.folders import require_folder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def command(
 
     from flashnorm.runtime.generate_text import encode_prompt, stream_text
 
-    place = _device(device)
+    place = device_named(device)
     loaded, tokenizer = _load(model, place, dtype, trust_remote_code)
     ids = encode_prompt(tokenizer, text, chat)
     _check_fit(loaded, ids, max_new_tokens)
@@ -113,19 +113,6 @@ def _sampling(
             raise Refusal("--temperature 0 takes the likeliest token, and leaves nothing for --top-p or --top-k to do")
         return {**options, "do_sample": False, **dict.fromkeys(drawn)}
     return {**options, **({"do_sample": True, **given} if given else {})}
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    if name is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise DeviceError(f"--device {name} cannot be used here; give cpu, or cuda on a machine with a GPU") from error
-    return device
 
 
 def _load(

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashnorm.errors import DeviceError
+
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 # A pipe has no width of its own; in this one no table of ours needs to break a word.
@@ -50,3 +53,17 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def device_named(name: str | None) -> torch.device:
+    """What `--device` means; None: the first GPU, else the CPU. Raises `DeviceError` where it cannot be used."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(f"--device {name} cannot be used here; give cpu, or cuda on a machine with a GPU") from error
+    return device

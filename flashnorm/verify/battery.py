@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Union
 
 import torch
@@ -15,13 +15,14 @@ from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check
 from flashnorm.verify.evaluate import Answers, dtype_name, evaluate
 from flashnorm.verify.greedy import GreedyPair, compare_greedy
 from flashnorm.verify.logits import compare_logits, masked_tokens, without_tokens
+from flashnorm.verify.parity import where_they_part
 from flashnorm.verify.perplexity import compare_perplexity
 from flashnorm.verify.reach import differing
 from flashnorm.verify.report import Check, VerifyReport
 from flashnorm.verify.samples import BUILT_IN, Samples, make_samples
 from flashnorm.verify.steps import Progress, Steps
 from flashnorm.verify.stored import stored_checks
-from flashnorm.verify.subject import Subject, check_comparable, open_subject
+from flashnorm.verify.subject import Subject, check_comparable, open_subject, refusing
 
 Model = Union[str, "os.PathLike[str]", nn.Module]
 
@@ -71,7 +72,22 @@ def verify(
     if _stored_known(ours, theirs):
         steps(f"{theirs.name}: every stored tensor")
     rest = _compare_stored(ours, theirs, unreached, trust_remote_code, quiet)
-    return _judge(ours, theirs, samples, source, without_tokens(folded, masked), rest)
+    report = _judge(ours, theirs, samples, source, without_tokens(folded, masked), rest)
+    if any(check.name in _OF_LOGITS for check in report.failures):
+        steps(f"{theirs.name}: where it parts from {ours.name}")
+        report = _with_place(report, ours, theirs, samples, source.arithmetic.oracle)
+    return report
+
+
+_OF_LOGITS = {"non_finite_positions", "drift_ratio", "exact_drift_ratio", "typical_exact_drift_ratio", "kl_ratio"}
+
+
+def _with_place(
+    report: VerifyReport, ours: Subject, theirs: Subject, samples: Samples, oracle: torch.dtype
+) -> VerifyReport:
+    with refusing(f"{theirs.name} cannot be run"):
+        place = where_they_part(ours, theirs, samples.excerpts[0], oracle)
+    return replace(report, notes=(*report.notes, place)) if place else report
 
 
 def _silent(step: str) -> None:

@@ -137,3 +137,19 @@ def _random_ids(subject: Subject, count: int) -> torch.Tensor:
     ordinary = ordinary[~torch.isin(ordinary, torch.tensor(special, dtype=torch.int64))]
     generator = torch.Generator().manual_seed(0)
     return ordinary[torch.randint(len(ordinary), (count,), generator=generator)]
+
+
+def token_stream(subject: Subject, text: str | None, count: int) -> torch.Tensor:
+    """`count` ids (count,) in a row: of `text` from a quarter on, of the built-in passages, or random ones.
+
+    A text that is too short is read again from its start. Raises `Refusal` where there is a text and no tokenizer.
+    """
+    if subject.tokenizer is None:
+        if text is not None:
+            raise Refusal(f"{subject.name} has no tokenizer, so it cannot read the text; leave the text out")
+        return _random_ids(subject, count)
+    start = len(text) // 4 if text else 0
+    ids = _encode(subject, text[start : start + _CHARACTERS * count] if text else " ".join(PASSAGES))
+    if len(ids) == 0:
+        raise Refusal("the text is empty; give one of at least a few sentences")
+    return ids.repeat(-(-count // len(ids)))[:count]

@@ -1,0 +1,1 @@
+"""A server that speaks the OpenAI completions protocol, checked through token log-probabilities alone."""

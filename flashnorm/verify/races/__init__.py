@@ -1,0 +1,1 @@
+"""Races between streams: found by logic on any machine, and by widening their windows on a GPU."""

@@ -1,0 +1,76 @@
+"""On a GPU: the implicit join is caught every time, although a unit test of the same code passes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from flashnorm.kernels import reference
+from flashnorm.kernels.two_stream import overlapped_rms_linear
+from flashnorm.verify.races.check import check_races
+from flashnorm.verify.races.graphs import captured, unjoined
+from flashnorm.verify.races.sanitizer import sanitizer_findings
+from tests.faults.two_streams import EarlyReuse, ImplicitJoin, MissingFork, SharedEvent
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; test_check.py runs everywhere"),
+]
+
+
+def _inputs(rows: int = 16, width: int = 576, outputs: int = 960) -> tuple[torch.Tensor, torch.Tensor, float]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, width, generator=generator, dtype=torch.float32) for n in (rows, outputs))
+    return x.bfloat16().cuda(), (weight / width**0.5).bfloat16().cuda(), 1e-5
+
+
+def test_the_shipped_operation_passes() -> None:
+    assert check_races(overlapped_rms_linear, _inputs(), reference.rms_linear).passed
+
+
+@pytest.mark.parametrize("fault", [ImplicitJoin, SharedEvent])
+def test_a_missing_order_is_caught_in_every_run(fault) -> None:
+    """100 of 100, in under ten seconds each, by the run itself and not by the recorder's logic."""
+    inputs = _inputs()
+    for _ in range(100):
+        start = time.monotonic()
+        outcome = check_races(fault(), inputs, reference.rms_linear)
+        assert "wrong_when_delayed" in {figure.name for figure in outcome.failures}
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("fault", [MissingFork, EarlyReuse])
+def test_a_buffer_that_is_written_too_early_is_caught(fault) -> None:
+    assert not check_races(fault(), _inputs(), reference.rms_linear).passed
+
+
+def test_a_unit_test_of_the_same_code_passes() -> None:
+    """One call at a time, the device idle before and after: the side stream has all the time that it needs."""
+    x, weight, eps = _inputs()
+    operation = ImplicitJoin()
+    operation(x, weight, eps)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(operation(x, weight, eps), reference.rms_linear(x, weight, eps), rtol=2e-2, atol=2e-2)
+
+
+def test_the_captured_graph_waits_for_both() -> None:
+    inputs = _inputs()
+    assert unjoined(captured(lambda: overlapped_rms_linear(*inputs))) == []
+
+
+def run_shipped() -> None:
+    for _ in range(3):
+        overlapped_rms_linear(*_inputs())
+
+
+def run_implicit_join() -> None:
+    operation, inputs = ImplicitJoin(), _inputs()
+    for _ in range(3):
+        operation(*inputs)
+
+
+def test_the_sanitizer_sees_the_operation() -> None:
+    assert sanitizer_findings(f"{__name__}:run_shipped") == ""
+    assert "data race" in sanitizer_findings(f"{__name__}:run_implicit_join")

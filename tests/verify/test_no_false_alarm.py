@@ -1,0 +1,56 @@
+"""No false alarms: twenty kinds of healthy models, in two precisions and with two attentions, and a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashnorm
+from tests import zoo
+from tests.runtime.decode.models import SUPPORTED
+from tests.runtime.decode.models import tiny as decoder
+from tests.verify.tiny import tiny_model
+
+# Plain and one-plus gains, LayerNorm, sandwich and post-norms, latent attention, sliding windows, soft caps, attention
+# sinks, experts, state spaces, linear attention, convolutions, learned and no positions.
+FAMILIES = (
+    "llama", "gemma2", "gemma3_text", "qwen3", "olmo2", "cohere2", "gpt2", "opt", "phi", "stablelm", "falcon_h1",
+    "jamba", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "lfm2", "exaone4", "diffllama", "glm4_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.float32) for family in FAMILIES), *((family, torch.bfloat16) for family in FAMILIES[::2])],
+)
+def test_a_healthy_model_passes(family: str, dtype: torch.dtype) -> None:
+    if family not in zoo.model_types("causal"):
+        pytest.skip(f"this Transformers has no {family}")
+    report = flashnorm.battery(zoo.tiny_model("causal", family).to(dtype), level="quick")
+    assert report.passed, report.verdict
+    assert {outcome.name for outcome in report.outcomes if outcome.skipped} <= {"parity", "slots", "ranges"}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_attentions_pass(attention: str, dtype: torch.dtype) -> None:
+    model = tiny_model("llama", dtype)
+    model.set_attn_implementation(attention)
+    assert flashnorm.battery(model, level="quick").passed
+
+
+@pytest.mark.parametrize("name", ["llama_yarn", "mistral", "gemma2", "granite"])
+def test_a_decode_program_passes(name: str, tmp_path: Path) -> None:
+    assert name in SUPPORTED
+    decoder(name).save_pretrained(tmp_path)
+    report = flashnorm.battery(tmp_path, level="quick", accelerated=True)
+    assert report.passed, report.verdict
+    assert not any(outcome.skipped for outcome in report.outcomes)
+
+
+@pytest.mark.slow
+def test_a_real_model_passes(smollm2_bf16: Path) -> None:
+    report = flashnorm.battery(smollm2_bf16, level="quick", only=["causality", "lag", "batching"])
+    assert report.passed, report.verdict
