@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+# Transformers leaves hooks on a model's layers that was asked for hidden states once; they record when asked, no more.
+_RECORDING = "transformers.utils.output_capturing"
 
-def attached(name: str, module: nn.Module) -> str | None:
-    """What else than its class's own `forward` runs when the module is called, as a sentence; None for nothing."""
+
+def attached(name: str, module: nn.Module, *, recording: bool = True) -> str | None:
+    """What else than its class's own `forward` runs when the module is called, as a sentence; None for nothing.
+
+    `recording`: whether Transformers' own recording of outputs counts.
+    """
     shown = name or "the model"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for kind in kinds if kind for hook in kind.values()]
+    if any(recording or getattr(hook, "__module__", None) != _RECORDING for hook in hooks):
         return f"a hook hangs on {shown}"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
         return f"the forward of {shown} was replaced by another library"
     return None
 
 
-def anything_attached(model: nn.Module) -> str | None:
+def _is_own(forward: Any, module: nn.Module) -> bool:
+    """Whether it is the class's own after all: who replaces it for a while may put it back in this way."""
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+
+
+def anything_attached(model: nn.Module, *, recording: bool = True) -> str | None:
     """The first such sentence about any of the model's modules."""
-    found = (attached(name, module) for name, module in model.named_modules())
+    found = (attached(name, module, recording=recording) for name, module in model.named_modules())
     return next((sentence for sentence in found if sentence), None)
 
 
@@ -58,7 +72,7 @@ class Snapshot:
             if now.get(name) is not self._modules.get(name):
                 return f"{name} was replaced, added or removed"
         for name, module in now.items():
-            sentence = attached(name, module) or self._parameter_change(name, module)
+            sentence = attached(name, module, recording=False) or self._parameter_change(name, module)
             if sentence:
                 return sentence
         return None

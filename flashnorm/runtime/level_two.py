@@ -25,7 +25,7 @@ def spec_of(model: nn.Module, max_length: int | None) -> Spec:
     config = getattr(model, "config", None)
     if config is None or not getattr(model, "can_generate", lambda: False)():
         raise Unsupported(f"{type(model).__name__} generates no text; level two is for causal language models")
-    sentence = anything_attached(model)
+    sentence = anything_attached(model, recording=False)
     if sentence:
         raise Unsupported(f"{sentence}, and a decode program would not call it; remove it, or use level=1")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -110,6 +110,24 @@ def test_an_unchanged_model_has_no_changes():
         assert snapshot.change(model) is None
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_that_was_asked_for_hidden_states_still_runs_its_program(before):
+    """Transformers leaves hooks behind; and it may leave a forward that is the class's own."""
+    model = llama()
+    model.lm_head.forward = model.lm_head.forward
+
+    def ask() -> int:
+        with torch.no_grad():
+            return len(model(prompt(), output_hidden_states=True).hidden_states)
+
+    count = ask() if before else 3
+    flashnorm.accelerate(model, level=2, max_batch=2, max_length=32)
+    assert ask() == count
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this call of generate")
+        assert torch.equal(model.generate(prompt(), **GREEDY), llama().generate(prompt(), **GREEDY))
+
+
 def test_parameters_made_in_inference_mode_are_compared_too():
     model = llama()
     snapshot = Snapshot(model)
