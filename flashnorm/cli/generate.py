@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from flashnorm.runtime.generate_text import GeneratedText
+
+_COLDEST = 1e-6  # logits divided by much less would overflow in fp32
 
 
 def command(
@@ -88,6 +91,8 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
             raise Refusal(f"{file} cannot be read: {reason}; give --prompt-file the path of a text file") from error
     if not prompt:
         raise Refusal("the prompt is empty; give at least one character")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python holds bytes it could not decode
+        raise Refusal("the prompt is not valid text in the encoding of this terminal; use --prompt-file with UTF-8")
     return prompt
 
 
@@ -97,7 +102,11 @@ def _sampling(
     """The arguments of `generate`. What is not given is left to the folder's generation_config.json."""
     accepted = {
         "--max-new-tokens": (max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        "--temperature": (temperature, temperature is None or 0 <= temperature < float("inf"), "0 or more"),
+        "--temperature": (
+            temperature,
+            temperature in (None, 0) or _COLDEST <= temperature < inf,
+            f"0, or {_COLDEST} or more",
+        ),
         "--top-p": (top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
         "--top-k": (top_k, top_k is None or top_k >= 1, "at least 1"),
         "--seed": (seed, seed is None or 0 <= seed < 2**64, "from 0 to 2**64 - 1"),

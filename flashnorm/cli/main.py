@@ -1,12 +1,14 @@
 """The command line: one small file per command, and one place where errors become exit statuses.
 
 Exit status 0: done. 1: a check ran and failed. 2: the input was refused, nothing was written. 70: a bug, with its
-traceback; never 1, which a script takes for a verdict. 130: interrupted.
+traceback; never 1, which a script takes for a verdict. 130: interrupted. 141: the reader of the output
+went away, as for any program that a closed pipe ends.
 Command modules import torch and the rooms below inside their function, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -20,6 +22,8 @@ from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
 CHECK_FAILED, REFUSED, BUG = 1, 2, 70  # 70: EX_SOFTWARE of sysexits.h
+PIPE_CLOSED = 128 + 13  # what a shell reports of a program that SIGPIPE ended
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     add_completion=False,
@@ -67,7 +71,14 @@ def main(argv: list[str] | None = None) -> Any:
             traceback.print_exc()
         print(f"flashnorm: {error}", file=sys.stderr)
         sys.exit(CHECK_FAILED if isinstance(error, CheckFailed) else REFUSED)
-    except Exception:
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # click ends with 1 then, which is a failed check's
+            sys.exit(PIPE_CLOSED)
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            print(f"flashnorm: the output cannot be written: {error.strerror}", file=sys.stderr)
+            sys.exit(REFUSED)
         traceback.print_exc()
         print(
             "flashnorm: this error was not foreseen, so it is a bug, and says nothing about the model; report it with "

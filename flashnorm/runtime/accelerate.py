@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from flashnorm.errors import Refusal
@@ -22,7 +24,9 @@ class _Unaccelerate:
         self._model, self._replaced, self._level_two = model, replaced, level_two
 
     def __call__(self) -> nn.Module:
-        """Restore the original modules, and return the model."""
+        """Restore the original modules, and return the model. Raises `Refusal` where that was done before."""
+        if self._model.__dict__.get("unaccelerate") is not self:
+            raise Refusal("the model is not accelerated any more: unaccelerate was called before")
         if self._level_two is not None:
             self._level_two.undo()
         undo_level_one(self._model, self._replaced)
@@ -47,26 +51,47 @@ def accelerate(model: Model, *, max_batch: int = 8, max_length: int | None = Non
     `Unsupported` where level two cannot run the model, `CapacityError` where the cache does not fit, and what
     `flashnorm.audit` raises.
     """
-    if level not in (None, 1, 2):
-        raise Refusal(f"level={level!r} does not exist; use level=1 or level=2")
-    if max_batch < 1 or (max_length is not None and max_length < 1):
-        raise Refusal(f"max_batch={max_batch} and max_length={max_length} must be at least 1")
-    if hasattr(model, "acceleration"):
-        raise Refusal("the model is accelerated already; call model.unaccelerate() first")
-    if model.training:
-        raise Refusal(
-            "the model is in training mode, and an accelerated model has no backward; call model.eval() first"
-        )
-    spec = spec_of(model, max_length) if level == 2 else None  # read from the stock model
-    done = apply_level_one(model)
-    try:
-        level_two = None if spec is None else LevelTwo(model, spec, max_batch=max_batch)
-    except BaseException:
-        undo_level_one(model, done.replaced)
-        raise
+    _require_arguments(level, max_batch, max_length)
+    _require_model(model)
+    with torch.inference_mode(False), _host_by_default():  # observing counts writes, which inference tensors do not
+        spec = spec_of(model, max_length) if level == 2 else None  # read from the stock model
+        done = apply_level_one(model)
+        try:
+            level_two = None if spec is None else LevelTwo(model, spec, max_batch=max_batch)
+        except BaseException:
+            undo_level_one(model, done.replaced)
+            raise
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     model.__dict__["acceleration"] = Acceleration(
         kind, level or 1, done.sites, "" if level_two is None else level_two.described
     )
     model.__dict__["unaccelerate"] = _Unaccelerate(model, done.replaced, level_two)
     return model
+
+
+def _host_by_default() -> AbstractContextManager[object]:
+    """Probes are made on the host, whatever `torch.set_default_device` says, and moved to the model."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise Refusal(f"accelerate takes a loaded model, a torch module, and not {model!r}; load it first")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise Refusal("the model is compiled already; accelerate the model first, and compile what comes back")
+    if hasattr(model, "acceleration"):
+        raise Refusal("the model is accelerated already; call model.unaccelerate() first")
+    if model.training:
+        raise Refusal(
+            "the model is in training mode, and an accelerated model has no backward; call model.eval() first"
+        )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise Refusal("the weights were made inside torch.inference_mode(), and cannot be merged; load them outside it")
+
+
+def _require_arguments(level: object, max_batch: object, max_length: object) -> None:
+    if level is not None and (type(level) is not int or level not in (1, 2)):
+        raise Refusal(f"level={level!r} does not exist; use level=1 or level=2")
+    for name, value in (("max_batch", max_batch), ("max_length", 1 if max_length is None else max_length)):
+        if type(value) is not int or value < 1:
+            raise Refusal(f"{name}={value!r} must be a whole number, at least 1")

@@ -63,8 +63,9 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         handles = []
+        gated = {linear for mlp in self._names if isinstance(mlp, GatedMLP) for linear in mlp.fused_group.linears}
         for module in self._names:
-            if isinstance(module, DeferredLinear):
+            if isinstance(module, DeferredLinear) and module not in gated:
                 handles.append(module.register_forward_hook(self._linear))
             elif isinstance(module, GatedMLP):
                 down = module.get_submodule(module.fused_down)

@@ -44,14 +44,15 @@ def generate(
     given = {"inputs": inputs, **kwargs}
     reasons = not_honoured(model, slots, generation_config, given)
     if reasons:
-        warnings.warn(
-            f"this call of generate runs on the stock path, because the accelerated one cannot honour: "
-            f"{', '.join(reasons)}",
-            UserWarning,
-            stacklevel=2,
-        )
-        return _stock(model, inputs=inputs, generation_config=generation_config, **kwargs)
+        because = f"the accelerated one cannot honour: {', '.join(reasons)}"
+        return on_stock_path(model, because, {"generation_config": generation_config, **given})
     return _accelerated(model, slots, inputs, generation_config, kwargs)
+
+
+def on_stock_path(model: nn.Module, because: str, arguments: dict[str, Any]) -> Any:
+    """Generate as Transformers does, whatever the arguments, with one `UserWarning` that says why."""
+    warnings.warn(f"this call of generate runs on the stock path, because {because}", UserWarning, stacklevel=3)
+    return _stock(model, **arguments)
 
 
 def _stock(model: nn.Module, **arguments: Any) -> Any:

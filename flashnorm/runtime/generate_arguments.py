@@ -62,7 +62,7 @@ def not_honoured(
     reasons = [
         name
         for name, value in arguments.items()
-        if name not in _ARGUMENTS and name not in fields and value is not None and value is not False
+        if name not in _ARGUMENTS and name not in fields and not _asks_nothing(name, value)
     ]
     merged = merged_config(model, config, arguments)
     neutral = {"guidance_scale": 1.0, **merged._get_default_generation_params()}
@@ -71,6 +71,11 @@ def not_honoured(
         if value is not None and value != neutral.get(name, False):
             reasons.append(f"{name}={value!r}")
     return sorted(reasons) or _unfit_inputs(arguments) or _beyond_one_wave(slots, merged, arguments)
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    empty = name in ("logits_processor", "stopping_criteria") and isinstance(value, list) and not value
+    return value is None or value is False or empty
 
 
 def _input_ids(arguments: Mapping[str, Any]) -> Any:

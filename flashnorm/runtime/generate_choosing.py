@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from flashnorm.errors import Refusal
 from flashnorm.runtime.decode.sampling import Sampling
 from flashnorm.runtime.decode.slots import Slots
 
@@ -31,7 +32,7 @@ _ON_DEVICE: dict[type[LogitsProcessor], tuple[str, str]] = {
 
 
 def device_sampling(processors: Sequence[Any], do_sample: bool, padding: str) -> Sampling | None:
-    """The processors as settings of the device; None where they are others, or in another order.
+    """The processors as settings of the device; None where they are others, or in another order, or beyond its range.
 
     `padding`: "none", "left" or "other". The device's repetition penalty does not see padding.
     """
@@ -46,7 +47,10 @@ def device_sampling(processors: Sequence[Any], do_sample: bool, padding: str) ->
             return None
         attribute, field = _ON_DEVICE[type(processor)]
         fields[field] = getattr(processor, attribute)
-    return Sampling(**fields)
+    try:
+        return Sampling(**fields)
+    except Refusal:  # Transformers takes more, such as a top-p of 0
+        return None
 
 
 def _skips(penalty: RepetitionPenaltyLogitsProcessor, padding: str) -> bool:
@@ -76,11 +80,13 @@ class ByDevice:
     def __init__(self, slots: Slots, sampling: Sampling, rows: int) -> None:
         self._slots, self._sampling = slots, sampling
         # Nothing is drawn from torch's generator for greedy text, as in Transformers.
-        drawn = torch.randint(2**63 - 1, (rows,)) if sampling.temperature else torch.zeros(rows)
+        drawn = (
+            torch.randint(2**63 - 1, (rows,), device="cpu") if sampling.temperature else torch.zeros(rows, device="cpu")
+        )
         self._seeds = [int(seed) for seed in drawn.tolist()]
         self._places: dict[int, int] = {}
         self._rows: list[int] = []
-        self._tokens = torch.empty(0)
+        self._tokens = torch.empty(0, device="cpu")
 
     def enter(self, places: dict[int, int], prompts: Sequence[Tensor]) -> None:
         self._places, self._rows = places, list(places)
@@ -103,7 +109,7 @@ class _Arriving:
     def __init__(self, tokens: Tensor) -> None:
         self._host, self._copied = tokens, None
         if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tokens, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(tokens.device))

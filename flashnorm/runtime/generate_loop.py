@@ -55,8 +55,9 @@ def decode_on_slots(slots: Slots, call: Prepared) -> Tensor | GenerateDecoderOnl
     free, width = slots.free_slots(), call.width
     for start in range(0, len(prompts), len(free)):
         rows = range(start, min(start + len(free), len(prompts)))
-        with _occupied(slots, free):
-            chooser.enter(dict(zip(rows, free, strict=False)), [prompts[row] for row in rows])
+        places = dict(zip(rows, free, strict=False))
+        with _occupied(slots, tuple(places.values())):
+            chooser.enter(places, [prompts[row] for row in rows])
             width = max(width, _run(call, chooser, ids, rows))
     if call.streamer is not None:
         call.streamer.end()
@@ -137,7 +138,7 @@ def _canvas(call: Prepared) -> Tensor:
     """The rows at full length (rows, max_length) int64 on the host: the prompts as given, then padding."""
     pad = call.config._pad_token_tensor
     shape = (call.input_ids.shape[0], call.config.max_length)
-    ids = torch.full(shape, 0 if pad is None else int(pad), dtype=torch.int64)
+    ids = torch.full(shape, 0 if pad is None else int(pad), dtype=torch.int64, device="cpu")  # whatever the default is
     ids[:, : call.width] = call.input_ids.cpu()
     return ids
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers import GenerationConfig
 
 from flashnorm.errors import Refusal, Unsupported
+from flashnorm.runtime.changes import Snapshot, anything_attached
 from flashnorm.runtime.decode.program import Program
 from flashnorm.runtime.decode.reading import read_spec
 from flashnorm.runtime.decode.spec import Spec
-from flashnorm.runtime.generate import generate
+from flashnorm.runtime.generate import generate, on_stock_path
 
 _LONGEST = 4096  # tokens of a sequence, where the user names no bound and the model allows more
 # What would leave the program with other weights than the model's.
@@ -23,6 +25,9 @@ def spec_of(model: nn.Module, max_length: int | None) -> Spec:
     config = getattr(model, "config", None)
     if config is None or not getattr(model, "can_generate", lambda: False)():
         raise Unsupported(f"{type(model).__name__} generates no text; level two is for causal language models")
+    sentence = anything_attached(model, recording=False)
+    if sentence:
+        raise Unsupported(f"{sentence}, and a decode program would not call it; remove it, or use level=1")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return read_spec(model, max_length=max_length or min(_LONGEST, positions or _LONGEST))
 
@@ -54,13 +59,28 @@ class LevelTwo:
 
 
 class _Generate:
-    """`model.generate`."""
+    """`model.generate`, with the parameters of the class's own. Calls on other threads wait for their turn."""
 
     def __init__(self, model: nn.Module, program: Program) -> None:
         self._model, self._program = model, program
+        self._snapshot = Snapshot(model)
+        self._turn = threading.RLock()  # reentrant: a streamer may generate
 
-    def __call__(self, inputs: Any = None, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
-        return generate(self._model, self._program, inputs, generation_config, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._by_name(args, kwargs)
+        change = self._snapshot.change(self._model)
+        if change:
+            because = f"{change}, since it was accelerated; call model.unaccelerate() and accelerate it again"
+            return on_stock_path(self._model, because, given)
+        with self._turn:
+            return generate(self._model, self._program, **given)
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Every argument by its name. Raises Python's own `TypeError` where they do not fit the signature."""
+        model_class: Any = type(self._model)
+        bound = inspect.signature(model_class.generate).bind(self._model, *args, **kwargs)
+        _, *names = list(bound.arguments)[: 1 + len(args)]
+        return {**{name: bound.arguments[name] for name in names}, **kwargs}
 
 
 class _Refused:

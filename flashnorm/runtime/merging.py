@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm.errors import DeviceError, KernelError
+from flashnorm.runtime.places import Place, require_intact
 from flashnorm.runtime.products import Chosen
 
 
@@ -34,6 +35,7 @@ class Group:
         self.bias: Tensor | None = None
         self.gain: Tensor | None = None
         self.chosen: Chosen = {}
+        self.places: tuple[Place, ...] = ()  # of the norm, the linears and what they replace
 
     def gather(self) -> None:
         """Bring product and parameters in line, after the memory or the values of a parameter have changed."""
@@ -59,7 +61,13 @@ class Group:
                 torch._dynamo.mark_static_address(tensor)
 
     def require(self) -> Tensor:
-        """The weight of the product; raises `KernelError` or `DeviceError` where there is none yet."""
+        """The weight of the product, which must still be what the model asks for.
+
+        Raises `KernelError` or `DeviceError` where there is no weight yet, and `Refusal` where modules were replaced or
+        hooked that the product stands for.
+        """
+        if not torch.compiler.is_compiling():
+            require_intact(self.places)
         if self.weight is None:
             if torch.compiler.is_compiling():
                 raise KernelError("run a copied or converted accelerated model once before it is compiled")

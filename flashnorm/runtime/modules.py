@@ -114,10 +114,7 @@ class GatedMLP(_StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.fused_group
-        weight = group.weight
-        if weight is None:
-            weight = group.require()
-        hidden = gated_product(x, weight, group.eps, group.gain, self.fused_activation, group.chosen)
+        hidden = gated_product(x, group.require(), group.eps, group.gain, self.fused_activation, group.chosen)
         out: Tensor = self._modules[self.fused_down](hidden)  # type: ignore[misc]
         return out
 
@@ -126,7 +123,4 @@ class GatedMLP(_StandIn):
 
 
 def _product(x: Tensor, group: Group) -> Tensor:
-    weight = group.weight
-    if weight is None:
-        weight = group.require()
-    return rms_product(x, weight, group.eps, group.gain, group.bias, group.chosen)
+    return rms_product(x, group.require(), group.eps, group.gain, group.bias, group.chosen)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm.runtime.activations import find_activation
+from flashnorm.runtime.changes import anything_attached, attached
 from flashnorm.runtime.observing import Call, Observation
 from flashnorm.sites.audit import AuditReport
 from flashnorm.sites.types import Site
@@ -105,10 +106,9 @@ def _require_bare(model: nn.Module, name: str) -> None:
     places = [path for path, other in model.named_modules(remove_duplicate=False) if other is module]
     if len(places) > 1:
         raise Stock(f"{name} is also {next(path for path in places if path != name)}: one module in two places")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise Stock(f"a hook hangs on {name}")
-    if "forward" in module.__dict__:
-        raise Stock(f"the forward of {name} was replaced by another library")
+    sentence = attached(name, module)
+    if sentence:
+        raise Stock(sentence)
     if any(parameter.is_meta for parameter in module.parameters()):
         raise Stock(f"the weights of {name} are not in memory (offloaded)")
 
@@ -182,7 +182,7 @@ def _gated(model: nn.Module, parent: str, readers: tuple[str, ...], seen: Observ
     if not calls or not _only_passes_on(mlp, calls) or any(linear.bias is not None for linear in linears):
         return None
     down = _last_child(mlp, parent, calls, seen)
-    if down is None or _hooked(mlp):
+    if down is None or anything_attached(mlp):  # somebody watches a part that its stand-in would no longer call
         return None
     for order in {readers: None, readers[::-1]: None}:
         projections = tuple(linear_of(model, name) for name in order)
@@ -206,10 +206,3 @@ def _last_child(mlp: nn.Module, parent: str, calls: list[Call], seen: Observatio
         if len(own) == len(calls) and all(a.output is b.output for a, b in zip(own, calls, strict=True)):
             return child
     return None
-
-
-def _hooked(mlp: nn.Module) -> bool:
-    """Somebody watches or replaces the MLP, or a part of it that its stand-in would no longer call."""
-    return any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__ for module in mlp.modules()
-    )

@@ -9,6 +9,7 @@ from torch import nn
 
 from flashnorm.runtime.merging import Group
 from flashnorm.runtime.modules import DeferredLinear, DeferredNorm, GatedMLP
+from flashnorm.runtime.places import Place
 from flashnorm.runtime.planning import Plan, Product
 
 
@@ -69,10 +70,27 @@ def _replace_product(model: nn.Module, plan: Plan, product: Product, norm: Defer
     for part, linear in enumerate(linears):
         linear.join(group, part)
     group.gather()
-    if product.gate is not None:
-        gate = product.gate
+    gate = product.gate
+    if gate is not None:
         _swap(model, gate.mlp, GatedMLP(model.get_submodule(gate.mlp), group, gate.down, gate.activation), done)
+    group.places = _places(model, plan, product)
     return group
+
+
+def _places(model: nn.Module, plan: Plan, product: Product) -> tuple[Place, ...]:
+    """The norm gives no normed x and the readers take none; of a gated MLP nothing runs but its down projection."""
+
+    def place(name: str, *, takes_stock: bool, gives_stock: bool) -> Place:
+        path, _, child = name.rpartition(".")
+        parent = model.get_submodule(path)
+        return Place(name, parent, child, parent.get_submodule(child), takes_stock, gives_stock)
+
+    norm, gate = place(plan.norm, takes_stock=True, gives_stock=False), product.gate
+    if gate is None:
+        return norm, *(place(reader, takes_stock=False, gives_stock=True) for reader in product.readers)
+    children = [f"{gate.mlp}.{name}" for name, _ in model.get_submodule(gate.mlp).named_children() if name != gate.down]
+    skipped = (place(child, takes_stock=False, gives_stock=False) for child in children)
+    return norm, place(gate.mlp, takes_stock=False, gives_stock=True), *skipped
 
 
 def _swap(model: nn.Module, name: str, stand_in: nn.Module, done: Replaced) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from flashnorm.errors import TracingError
+from flashnorm.errors import Refusal, TracingError
 from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy, hollow_inputs
@@ -60,10 +60,12 @@ def audit(
 
     `inputs`: keyword arguments of one forward call, for models that take unusual ones; as the model itself takes them,
     on any device and in its dtype. `untie`: audit the model as it
-    would be with its head untied. Raises `ConfigError` where the folder's model cannot be built, and `TracingError`
-    where it cannot be run.
+    would be with its head untied. Raises `ConfigError` where the folder's model cannot be built, `TracingError`
+    where it cannot be run, and `Refusal` for a model that is accelerated.
     """
     if isinstance(model, nn.Module):
+        if "unaccelerate" in vars(model):
+            raise Refusal("the model is accelerated, so its norms stand elsewhere; call model.unaccelerate() first")
         hollow = hollow_copy(model)
     else:
         hollow = hollow_model(read_config(model, trust_remote_code), trust_remote_code)

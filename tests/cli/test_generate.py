@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +128,10 @@ def test_a_strict_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
             ("--prompt", "a", "--max-new-tokens", "600"),
             "has 1 token and --max-new-tokens is 600, but the model ",
         ),
-        (("--prompt", "a", "--temperature", "-1"), "--temperature is -1.0; it must be 0 or more"),
-        (("--prompt", "a", "--temperature", "nan"), "--temperature is nan; it must be 0 or more"),
+        (("--prompt", "a", "--temperature", "-1"), "--temperature is -1.0; it must be 0, or 1e-06 or more"),
+        (("--prompt", "a", "--temperature", "nan"), "--temperature is nan; it must be 0, or 1e-06 or more"),
+        (("--prompt", "a", "--temperature", "1e-300"), "it must be 0, or 1e-06 or more"),
+        (("--prompt", "a\udcff"), "the prompt is not valid text"),
         (("--prompt", "a", "--top-p", "0"), "--top-p is 0.0; it must be above 0 and at most 1"),
         (("--prompt", "a", "--top-k", "0"), "--top-k is 0; it must be at least 1"),
         (("--prompt", "a", "--temperature", "0", "--top-k", "4"), "leaves nothing for --top-p or --top-k to do"),
@@ -216,3 +221,30 @@ def test_what_runs_on_a_gpu_is_accelerated(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(flashnorm, "accelerate", refuse)
     assert generate._accelerated(Pretended(), 40, quiet=False) == "stock"
     assert told[1] == "the stock path of Transformers runs, since the model could not be accelerated: it is a stone"
+
+
+def test_the_coldest_temperature_draws_the_likeliest_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert table(capsys, folder, "--prompt", "Hello", "--temperature", "1e-6")["text"] == expected("Hello")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["stream", "json"])
+@pytest.mark.parametrize(("error", "code"), [(errno.EPIPE, 141), (errno.ENOSPC, 2)], ids=["closed pipe", "full disk"])
+def test_output_that_cannot_be_written(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: Any,
+    error: int,
+    code: int,
+) -> None:
+    """Never 1, which means that a check failed; and no traceback."""
+
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("sys.stdout", Broken())
+    assert run(folder, "--prompt", "Hello", "--max-new-tokens", "2", "--quiet", *options) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert ("the output cannot be written: No space left on device" in err) == (code == 2)

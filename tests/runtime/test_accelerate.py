@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -160,13 +161,15 @@ def test_a_norm_that_is_not_the_one_it_seemed_stays_stock():
     assert flashnorm.accelerate(Sequence(Block(GatedBlock(F.silu), ByDtype()))).acceleration.stock == {}
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", [0, 3, 2.0, True, "2"])
 def test_a_level_that_does_not_exist_is_refused(level):
-    with pytest.raises(Refusal, match=f"level={level} does not exist"):
+    with pytest.raises(Refusal, match=re.escape(f"level={level!r} does not exist")):
         flashnorm.accelerate(llama(), level=level)
 
 
-@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"max_length": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"max_batch": 0}, {"max_length": 0}, {"max_batch": 1.5}, {"max_length": "9"}, {"max_batch": None}]
+)
 def test_bounds_that_hold_nothing_are_refused(arguments):
     with pytest.raises(Refusal, match="at least 1"):
         flashnorm.accelerate(llama(), **arguments)
@@ -180,6 +183,34 @@ def test_twice_and_in_training_mode_is_refused():
     flashnorm.accelerate(model).unaccelerate()
     with pytest.raises(Refusal, match=r"call model.eval\(\) first"):
         flashnorm.accelerate(model.train())
+
+
+def test_what_is_no_plain_module_is_refused():
+    with pytest.raises(Refusal, match="takes a loaded model"):
+        flashnorm.accelerate("folder")
+    with pytest.raises(Refusal, match="compiled already"):
+        flashnorm.accelerate(torch.compile(llama()))
+    with torch.inference_mode():
+        made = llama()
+    with pytest.raises(Refusal, match="load them outside it"):
+        flashnorm.accelerate(made)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_callers_modes_do_not_matter(level):
+    """Inference mode, whose tensors count no writes; a default device other than the host, as many scripts set."""
+    arguments = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    model, expected = llama(), llama().generate(prompt(), **arguments)
+    with torch.inference_mode():
+        flashnorm.accelerate(model, level=level, max_batch=2, max_length=32)
+        assert torch.equal(model.generate(prompt(), **arguments), expected)
+    assert torch.equal(model.unaccelerate().generate(prompt(), **arguments), expected)
+    ids = prompt()
+    with torch.device("meta"):
+        flashnorm.accelerate(model, level=level, max_batch=2, max_length=32)
+        answers = [model.generate(ids, **arguments, **more) for more in ({}, {"no_repeat_ngram_size": 9})]
+        model.generate(ids, **{**arguments, "do_sample": True})
+    assert all(torch.equal(answer, expected) for answer in answers)
 
 
 def test_the_check_of_greedy_text_and_logits_can_fail(monkeypatch):

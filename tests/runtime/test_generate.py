@@ -210,6 +210,13 @@ def test_draws_through_the_processors_are_the_stock_ones() -> None:
     assert ours(MASKED, **options).tolist() == expected.tolist()
 
 
+def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
+    options = {"do_sample": True, "top_p": 0.0, "max_new_tokens": 6}
+    assert (
+        ours(BATCH, **options).tolist() == stock(BATCH, **options).tolist() == stock(BATCH, max_new_tokens=6).tolist()
+    )
+
+
 def test_greedy_text_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     ours(SINGLE, max_new_tokens=3)

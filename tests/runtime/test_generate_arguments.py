@@ -78,6 +78,7 @@ def test_several_are_named_in_one_warning() -> None:
     [
         {"num_beams": 1, "guidance_scale": 1.0, "length_penalty": 1.0, "early_stopping": False},
         {"logits_processor": None, "assistant_model": None, "synced_gpus": False},
+        {"logits_processor": LogitsProcessorList(), "stopping_criteria": []},
         {"disable_compile": True, "num_assistant_tokens": 5, "output_attentions": False},
         {"temperature": 0.7, "do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
     ],

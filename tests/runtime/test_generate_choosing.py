@@ -120,8 +120,9 @@ def test_what_is_drawn(options: dict[str, Any]) -> None:
         [TopPLogitsWarper(0.9), TopKLogitsWarper(4)],
         [TemperatureLogitsWarper(0.5), TemperatureLogitsWarper(0.5)],
         [TopKLogitsWarper(4, filter_value=-9.0)],
+        [TopPLogitsWarper(0.0)],
     ],
-    ids=["unknown", "order", "twice", "filter"],
+    ids=["unknown", "order", "twice", "filter", "range"],
 )
 def test_other_processors_are_not_for_the_device(others: list[Any]) -> None:
     assert device_sampling(others, True, "none") is None

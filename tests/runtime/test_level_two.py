@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
 
 import flashnorm
 from flashnorm.errors import CapacityError, Refusal, Unsupported
@@ -92,3 +94,47 @@ def test_a_sequence_beyond_the_length_is_refused_before_it_runs(model):
     with pytest.raises(CapacityError):
         model.generate(prompt(), **{**GREEDY, "max_new_tokens": 100, "min_new_tokens": 100})
     assert model.slots.free_slots() == (0, 1)
+
+
+def test_arguments_by_position_as_in_transformers(model):
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    processors = LogitsProcessorList([MinLengthLogitsProcessor(11, 2)])
+    assert torch.equal(model.generate(prompt(), config), llama().generate(prompt(), config))
+    with pytest.warns(UserWarning, match="cannot honour: logits_processor"):
+        answer = model.generate(prompt(), config, processors)
+    assert torch.equal(answer, llama().generate(prompt(), config, processors))
+    with pytest.raises(TypeError, match="multiple values"):
+        model.generate(prompt(), inputs=prompt())
+
+
+def test_calls_on_several_threads_wait_for_each_other(model):
+    """Two rows each, and two slots in all; without waiting, one call would free or take the other's."""
+    expected = llama().generate(prompt(), **GREEDY)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: model.generate(prompt(), **GREEDY), range(8)))
+    assert all(torch.equal(answer, expected) for answer in answers)
+
+
+def test_a_streamer_may_generate(model):
+    class Nested:
+        answer = None
+
+        def put(self, value):
+            if self.answer is None:
+                self.answer = model.generate(prompt()[:1], **GREEDY)
+
+        def end(self):
+            pass
+
+    streamer, expected = Nested(), llama().generate(prompt()[:1], **GREEDY)
+    assert torch.equal(model.generate(prompt()[:1], streamer=streamer, **GREEDY), expected)
+    assert torch.equal(streamer.answer, expected)
+
+
+def test_what_is_left_of_it_afterwards_cannot_be_used(model):
+    slots, unaccelerate = model.slots, model.unaccelerate
+    unaccelerate()
+    with pytest.raises(Refusal, match="closed, since its model was unaccelerated"):
+        slots.prefill(0, [3])
+    with pytest.raises(Refusal, match="not accelerated any more"):
+        unaccelerate()

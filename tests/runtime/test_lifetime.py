@@ -138,6 +138,16 @@ def test_an_adapter_cannot_be_put_on_a_reader(model):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("transform", [flashnorm.audit, flashnorm.fold])
+def test_a_pass_over_its_norms_is_refused(transform, level):
+    """Most of them are not where a pass would look for them."""
+    model = flashnorm.accelerate(llama(), level=level, max_batch=1, max_length=16)
+    with pytest.raises(Refusal, match=r"is accelerated.*call model.unaccelerate\(\) first"):
+        transform(model)
+    transform(model.unaccelerate())
+
+
 def test_the_report_is_printed_and_goes_with_the_acceleration(model):
     assert "q_proj + k_proj + v_proj" in str(model.acceleration)
     model.unaccelerate()

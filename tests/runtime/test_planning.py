@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,7 +110,7 @@ def with_reader(reader):
 def with_replaced_forward():
     model = Sequence(Block(Sum(False)))
     reader = model.blocks[0].inner.linears[0]
-    reader.forward = reader.forward
+    reader.forward = MethodType(lambda self, x: F.linear(x, self.weight), reader)
     return model
 
 

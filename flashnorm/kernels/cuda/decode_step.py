@@ -177,6 +177,7 @@ def _kernel(shape: StepShape, settings: Settings, device: torch.device) -> kerne
 
 
 def shared_bytes(shape: StepShape, settings: Settings) -> int:
+    """Bytes of shared memory of one block, as `struct Shared` of step.cu lays them out."""
     longest = max(_whole(width, settings.warps) for width, _ in _linears(shape))
     rest = _whole(shape.hidden, settings.warps) if shape.gains else _EIGHT
     sharing = shape.heads // shape.kv_heads

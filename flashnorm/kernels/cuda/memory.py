@@ -12,12 +12,14 @@ GROUP = 32  # outputs that `streamed.cu` finishes at once
 
 
 def tma_gemm_bytes(config: TmaGemm, *, gated: bool = False) -> int:
+    """Bytes of `deferred.cu`: the ring of tiles, the outputs staged for their store, scales and barriers."""
     tiles = config.stages * (config.block_m + config.block_n) * 2 * BLOCK_K
     staging = config.consumers * 2 * 64 * 2 * stored_columns(config.block_n // (2 if gated else 1))
     return tiles + -(-staging // 1024) * 1024 + 8 * config.block_m + 16 * config.stages + 32 + 1024
 
 
 def streamed_bytes(config: Streamed, *, gated: bool = False) -> int:
+    """Bytes of `streamed.cu`: the ring of chunks of rows, and the sums of each warp."""
     ring = config.stages * (2 * config.chunk_k + 16)
     sums = (2 * GROUP * (2 if gated else 1) + 1) * 4 * config.warps
     return ring + sums + 16 + 2 * 128
@@ -37,7 +39,7 @@ class Ring:
 
 
 def step_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
-    """`sharing`: query heads of a key head."""
+    """Bytes of `step.cu`, but for the inputs of a linear. `sharing`: query heads of a key head."""
     sums = (2 * 2 * GROUP + 2) * warps * 4
     pairs = sharing * head_dim // 2
     scores = sharing * (ring.slot // 2 // head_dim + 4)

@@ -66,7 +66,7 @@ class Runner:
             self._rows[bucket] = torch.full((bucket,), self._state.spare, device=device)
         rows = self._rows[bucket]
         if self._filled.get(bucket) != active:
-            rows.copy_(torch.tensor([*active, *[self._state.spare] * (bucket - len(active))]))
+            rows.copy_(torch.tensor([*active, *[self._state.spare] * (bucket - len(active))], device="cpu"))
             self._filled[bucket] = active
         return rows
 

@@ -57,6 +57,7 @@ def shape_of(spec: Spec) -> StepShape:
 
 
 def layer_data(layer: Layer, packed: PackedLayer, keys: Tensor, values: Tensor) -> LayerData:
+    """What the kernel reads of one layer. `keys`, `values`: its cache, (slots, kv_heads, max_length, head_dim)."""
     from flashnorm.kernels.cuda.decode_step import LayerData
 
     a, m = layer.attention, layer.mlp

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flashnorm.errors import Unsupported
+from flashnorm.errors import CapacityError, Unsupported
+from flashnorm.runtime.decode.cache import available_bytes
 from flashnorm.runtime.decode.matching import Rotation, by_head, rotation, same
 from flashnorm.runtime.decode.replica import Call, LayerRun, Surroundings
 from flashnorm.runtime.decode.spec import Rope
@@ -67,7 +68,10 @@ class Positions:
     def _long(self, call: Call, index: int) -> tuple[Tensor, Tensor]:
         """The tables for all positions, from the same module; they must not depend on how many are asked for."""
         if id(call) not in self._tables:
-            tokens = call.output[0].shape[-2]
+            cos = call.output[0]
+            tokens = cos.shape[-2]
+            # Positions, angles, and two tables as the model returns them and in fp32.
+            _require_room(self._max_length, 8 + 4 * 5 * cos.shape[-1], cos.device)
 
             def lengthen(leaf: Any) -> Any:
                 if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.shape[-1] == tokens:
@@ -88,6 +92,7 @@ class Positions:
 
 def _window(rule: Callable[..., Tensor], max_length: int, device: torch.device, index: int) -> int | None:
     """Ask the rule about the last, a middle and the first position; it must be causal with one window."""
+    _require_room(max_length, 3 * 8, device)
     keys = torch.arange(max_length, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     answers = {
@@ -99,3 +104,12 @@ def _window(rule: Callable[..., Tensor], max_length: int, device: torch.device, 
         if not torch.equal(seen, (keys <= q) & (q - keys < window)):
             raise Unsupported(f"layer {index}: its attention mask is neither causal nor a causal sliding window")
     return None if window == max_length else window
+
+
+def _require_room(max_length: int, bytes_each: int, device: torch.device) -> None:
+    there = available_bytes(device)
+    if there is not None and max_length * bytes_each > there:
+        raise CapacityError(
+            f"tables for {max_length} positions take {max_length * bytes_each / 2**20:,.0f} MiB, and "
+            f"{there / 2**20:,.0f} MiB are free on {device}; ask for a shorter max_length"
+        )

@@ -6,7 +6,8 @@ tokens chosen last, the sampling settings. So a captured step is replayed as it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -58,7 +59,10 @@ class Program(Slots):
             )
         on_gpu = spec.device.type == "cuda"
         kernels = on_gpu if kernels is None else kernels
-        self._spec, self._max_length = spec, max_length
+        self._spec, self._max_length, self._closed = spec, max_length, False
+        with running_on(spec.device):
+            # One slot more than is offered: rows that fill a bucket up run in it, and nobody reads it.
+            self.cache: Cache = allocate(spec, slots + 1, max_length)
         self._lengths: list[int | None] = [None] * slots  # None: free
         self._settings = [_GREEDY] * slots
         capture = on_gpu and kernels if graphs is None else graphs
@@ -67,8 +71,6 @@ class Program(Slots):
 
     def _prepare(self, kernels: bool, one_kernel: bool, capture: bool, chunk: int) -> None:
         spec, slots = self._spec, self.slots
-        # One slot more than is offered: rows that fill a bucket up run in it, and nobody reads it.
-        self.cache: Cache = allocate(spec, slots + 1, self._max_length)
         self._packing: Packing = pack(spec)
         table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
         self._state = State(slots, spec.device, table, kernels=kernels)
@@ -87,18 +89,19 @@ class Program(Slots):
         return tuple(slot for slot, length in enumerate(self._lengths) if length is None)
 
     def length(self, slot: int) -> int:
-        return self._used(slot)
+        length = self._lengths[self._used(slot)]
+        assert length is not None
+        return length
 
     def prefill(self, slot: int, ids: Sequence[int] | Tensor, sampling: Sampling = _GREEDY) -> Tensor:
-        self._exists(slot)
+        slot = self._exists(slot)
         if self._lengths[slot] is not None:
             raise CapacityError(f"slot {slot} holds a sequence; free it first, or take one of {self.free_slots()}")
-        tokens = torch.as_tensor(ids, dtype=torch.int64)
+        tokens = self._tokens(ids)
         if tokens.dim() != 1 or not 1 <= len(tokens) <= self._max_length:
             raise CapacityError(
                 f"a prompt of shape {tuple(tokens.shape)}; it must be one row of 1 to {self._max_length} tokens"
             )
-        self._in_vocabulary(tokens)
         with running_on(self._spec.device):
             tokens = tokens.to(self._spec.device)
             logits = self._prefill(tokens, slot)
@@ -107,29 +110,27 @@ class Program(Slots):
         return logits
 
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        active = self._growing(tuple(tokens))
-        given = torch.tensor(list(tokens.values()), dtype=torch.int64)
-        self._in_vocabulary(given)
+        active = self._growing(tokens)
+        given = self._tokens(list(tokens.values()))
         with running_on(self._spec.device):
             self._state.choose_instead(active, given)
             return self._step(active)[0].clone()
 
     def advance(self, active: Sequence[int]) -> Tensor:
         with running_on(self._spec.device):
-            return self._step(self._growing(tuple(active)))[1].clone()
+            return self._step(self._growing(active))[1].clone()
 
     def chosen(self, slots: Sequence[int]) -> Tensor:
-        for slot in slots:
-            self._used(slot)
+        used = [self._used(slot) for slot in slots]
         with running_on(self._spec.device):
-            return self._state.chosen[list(slots)]
+            return self._state.chosen[used]
 
     def free(self, slot: int) -> None:
-        self._used(slot)
-        self._lengths[slot] = None
+        self._lengths[self._used(slot)] = None
 
     def close(self) -> None:
-        """Give the model's parameters memory of their own again. The program must not run afterwards."""
+        """Give the model's parameters memory of their own again. Whatever is asked afterwards raises `Refusal`."""
+        self._closed = True
         self._runner.close()
         self._packing.undo()
 
@@ -146,31 +147,50 @@ class Program(Slots):
         greedy = all(self._settings[slot].greedy for slot in active)
         result = self._runner.run(active, greedy=greedy)
         for slot in active:
-            self._lengths[slot] = self._used(slot) + 1
+            self._lengths[slot] = self.length(slot) + 1
         return result
 
-    def _growing(self, active: tuple[int, ...]) -> tuple[int, ...]:
-        """Check that each of these sequences exists, once, and may grow by one token."""
+    def _growing(self, slots: Iterable[int]) -> tuple[int, ...]:
+        """These slots, of which each must hold a sequence, once, that may grow by one token."""
+        active = tuple(map(self._used, slots))
         if not active or len(set(active)) < len(active):
             raise CapacityError(f"slots {active}; a step takes at least one, and each once")
         for slot in active:
-            if self._used(slot) >= self._max_length:
+            if self.length(slot) >= self._max_length:
                 raise CapacityError(f"slot {slot} is full: it holds max_length = {self._max_length} tokens")
         return active
 
-    def _exists(self, slot: int) -> None:
-        if not 0 <= slot < self.slots:
-            raise CapacityError(f"slot {slot} does not exist; there are {self.slots}, from 0")
+    def _exists(self, slot: int) -> int:
+        """The slot's number."""
+        if self._closed:
+            raise Refusal("this decode program is closed, since its model was unaccelerated; accelerate it again")
+        try:
+            number = index(slot)
+        except TypeError:
+            raise Refusal(f"slot {slot!r} is not a whole number") from None
+        if not 0 <= number < self.slots:
+            raise CapacityError(f"slot {number} does not exist; there are {self.slots}, from 0")
+        return number
 
     def _used(self, slot: int) -> int:
-        self._exists(slot)
-        length = self._lengths[slot]
-        if length is None:
-            raise CapacityError(f"slot {slot} holds no sequence; prefill it first")
-        return length
+        """The number of a slot that holds a sequence."""
+        number = self._exists(slot)
+        if self._lengths[number] is None:
+            raise CapacityError(f"slot {number} holds no sequence; prefill it first")
+        return number
 
-    def _in_vocabulary(self, tokens: Tensor) -> None:
+    def _tokens(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """The ids as int64, on the device that they are on; each must be one of the vocabulary."""
+        try:
+            tokens = ids if isinstance(ids, Tensor) else torch.tensor(ids, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Refusal(f"token ids must be whole numbers in one row: {error}") from error
+        if not tokens.numel():
+            return tokens.long()
+        if tokens.dtype == torch.bool or tokens.is_floating_point() or tokens.is_complex():
+            raise Refusal(f"token ids of {tokens.dtype}; they must be whole numbers")
         rows = self._spec.embedding.shape[0]
         low, high = (int(extreme) for extreme in torch.aminmax(tokens))
         if low < 0 or high >= rows:
             raise Refusal(f"token ids from {low} to {high}; the vocabulary has {rows}")
+        return tokens.long()

@@ -26,7 +26,8 @@ def read_spec(model: nn.Module, *, max_length: int) -> Spec:
     `max_length`: for how many positions. Works from what the model's modules do, whatever the architecture is called;
     the model itself is only read, and must have its own modules: read it before `accelerate` replaces any. While it
     runs it takes an fp32 copy of the embeddings, the head and one layer, and an fp64 copy of the largest weight. Raises
-    `Unsupported`, with what and where, for a model that the spec cannot describe or that computes anything else.
+    `Unsupported`, with what and where, for a model that the spec cannot describe or that computes anything else, and
+    `CapacityError` where tables of so many positions do not fit into memory.
     """
     device = device_of(model)
     layers: list[Layer] = []
@@ -64,9 +65,12 @@ def _refuse_mixed(spec: Spec) -> None:
 
 
 def _probe_tokens(module: nn.Module, device: torch.device) -> Tensor:
-    vocabulary = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    embedding = module.get_input_embeddings()  # type: ignore[operator]
+    if not isinstance(embedding, nn.Embedding):
+        raise Unsupported(f"its tokens are looked up in a {type(embedding).__name__}, not in one nn.Embedding")
+    vocabulary = embedding.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (1, _TOKENS), generator=generator).to(device)
+    return torch.randint(vocabulary, (1, _TOKENS), generator=generator, device="cpu").to(device)
 
 
 def _with_ends(model: nn.Module, replica: Replica, ids: Tensor, layers: tuple[Layer, ...], max_length: int) -> Spec:

@@ -21,6 +21,7 @@ def norm(x: Tensor, by: Norm | None) -> Tensor:
 
 
 def linear(x: Tensor, by: Linear) -> Tensor:
+    """x Wᵀ + b: (..., K) to (..., N)."""
     return F.linear(x, by.weight.to(x.dtype), None if by.bias is None else by.bias.to(x.dtype))
 
 

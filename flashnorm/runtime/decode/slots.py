@@ -14,8 +14,9 @@ class Slots(Protocol):
     """Places for sequences in a preallocated cache. A slot holds one sequence from its prefill until it is freed.
 
     Slots are numbered from 0 to `slots - 1`. Everything raises `CapacityError`, with nothing changed, where a slot
-    does not exist, is taken or is empty, or where a sequence would grow beyond `max_length`. Nothing waits for the
-    device: tensors come back as soon as their computation is queued.
+    does not exist, is taken or is empty, or where a sequence would grow beyond `max_length`; and `Refusal` for slots or
+    tokens that are no whole numbers, or tokens beyond the vocabulary. Nothing waits for the device: tensors come back
+    as soon as their computation is queued. One thread at a time may call.
     """
 
     @property

@@ -220,6 +220,55 @@ def test_capacity_is_refused_with_nothing_changed():
         program.free(0)
 
 
+WRONG = {"a half": 1.5, "a word": "1", "nothing": None}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_slots_and_tokens_that_are_no_whole_numbers_are_refused_with_nothing_changed(wrong):
+    program = program_of(tiny("llama"))
+    program.prefill(0, tokens(3))
+    for ask in (
+        lambda: program.prefill(wrong, tokens(3)),
+        lambda: program.prefill(1, [3, wrong]),
+        lambda: program.decode({wrong: 3}),
+        lambda: program.decode({0: wrong}),
+        lambda: program.advance([wrong]),
+        lambda: program.free(wrong),
+        lambda: program.length(wrong),
+    ):
+        with pytest.raises(Refusal, match="whole number"):
+            ask()
+    assert (program.free_slots(), program.length(0)) == ((1, 2), 3)
+
+
+def test_slots_and_tokens_may_be_numbers_of_any_kind():
+    program = program_of(tiny("llama"))
+    expected = program.prefill(0, tokens(3))
+    assert torch.equal(program.prefill(torch.tensor(1), torch.tensor(tokens(3), dtype=torch.int32)), expected)
+    plain = program.decode({0: 5})
+    assert torch.equal(program.decode({torch.tensor(1): torch.tensor(5)}), plain)
+    assert program.advance(torch.tensor([1])).tolist() == program.advance([0]).tolist()
+    assert (program.length(0), program.length(1)) == (5, 5)
+
+
+def test_more_than_fits_is_refused_before_it_is_made():
+    model = tiny("llama")
+    with pytest.raises(CapacityError, match="tables for 1000000000000 positions take"):
+        read_spec(model, max_length=10**12)
+    spec = read_spec(model, max_length=LENGTH)
+    with pytest.raises(CapacityError, match="a cache of 1000000000001 sequences"):
+        Program(spec, slots=10**12)
+
+
+def test_a_closed_program_says_so():
+    program = program_of(tiny("llama"))
+    program.prefill(0, tokens(3))
+    program.close()
+    for ask in (lambda: program.prefill(1, tokens(3)), lambda: program.advance([0]), lambda: program.decode({0: 3})):
+        with pytest.raises(Refusal, match="closed"):
+            ask()
+
+
 def test_sizes_that_make_no_sense():
     spec = read_spec(tiny("llama"), max_length=LENGTH)
     for options in ({"slots": 0}, {"max_length": 0}, {"max_length": LENGTH + 1}):

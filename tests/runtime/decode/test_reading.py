@@ -122,6 +122,14 @@ def test_refuses_an_encoder_decoder():
         read_spec(transformers.T5ForConditionalGeneration(config), max_length=LENGTH)
 
 
+def test_refuses_tokens_of_several_tables():
+    """As of audio codebooks."""
+    model = tiny("llama")
+    model.get_input_embeddings = lambda: nn.ModuleList([model.model.embed_tokens])
+    with pytest.raises(Unsupported, match="looked up in a ModuleList"):
+        read_spec(model, max_length=LENGTH)
+
+
 def test_refuses_weights_of_mixed_dtypes():
     model = tiny("llama", torch.bfloat16)
     model.model.layers[1].mlp.down_proj.float()
