@@ -195,17 +195,28 @@ def _opened_module(model: nn.Module) -> _Opened:
 
 def _accelerated(opened: _Opened, extent: Extent) -> _Opened:
     from flashnorm.runtime.accelerate import accelerate
+    from flashnorm.runtime.decode.program import Program
+    from flashnorm.runtime.level_two import spec_of
 
     engine, model = opened.engine, opened.model
     assert model is not None
     name = f"{engine.name}, accelerated"
+    length = min(engine.limit, max(extent.steps, extent.length))
     try:
-        accelerate(model, level=2, max_batch=_ROWS, max_length=min(engine.limit, max(extent.steps, extent.length)))
+        spec = spec_of(model, length) if _captures(model) else None  # read from the stock model
+        accelerate(model, level=2, max_batch=_ROWS, max_length=length)
     except Unsupported as reason:
         accelerate(model)
         notes = (f"accelerated to level one, without a decode program: {reason}",)
         return replace(opened, engine=replace(engine, name=name), stock=False, notes=notes)
-    return replace(opened, engine=slots_engine(model.slots, engine, name), stock=False)  # type: ignore[arg-type]
+    # The packed weights of the first program serve the second one: it adds its cache alone.
+    eager = None if spec is None else Program(spec, slots=_ROWS, graphs=False)
+    return replace(opened, engine=slots_engine(model.slots, engine, name, eager), stock=False)  # type: ignore[arg-type]
+
+
+def _captures(model: nn.Module) -> bool:
+    """Whether a decode program of the model runs its steps as captured graphs."""
+    return next(model.parameters()).device.type == "cuda"
 
 
 def _reference(
