@@ -30,7 +30,7 @@ def provenance(device: torch.device, command: str, commit: str | None) -> dict[s
         "command": command,
         "commit": commit or _output("git", "rev-parse", "HEAD"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device),
+        "device": _device_name(device),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -84,6 +84,12 @@ def _row(row: Row) -> dict[str, Any]:
         "over_best_baseline": round(row.timings[OURS].median / row.best, 4),
         "samples": {name: [round(value, 3) for value in timing.samples] for name, timing in row.timings.items()},
     }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} cores, {platform.machine()}"
 
 
 def _output(*command: str) -> str | None:

@@ -46,9 +46,9 @@ def run(make: Callable[[], BatteryReport], *, as_json: bool, junit: Path | None,
         typer.echo(report.verdict)
 
 
-def names(only: str | None) -> list[str]:
-    """The checks of `--only lag,causality`."""
-    return [name.strip() for name in only.split(",") if name.strip()] if only else []
+def names(given: str | None) -> list[str]:
+    """What `--only lag,causality` and `--tasks arc_easy,piqa` list."""
+    return [name.strip() for name in given.split(",") if name.strip()] if given else []
 
 
 def _require_writable(path: Path) -> None:

@@ -59,6 +59,10 @@ def command(
     only: Annotated[
         str | None, typer.Option(metavar="CHECKS", help="Only these checks, such as lag,causality.")
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Also run these tasks of the lm-eval harness, such as arc_easy.")
+    ] = None,
+    download: Annotated[bool, typer.Option(help="With --tasks: let the harness download its data sets.")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the battery as JUnit XML.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the battery as one HTML page.")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -66,6 +70,10 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Check that a folded checkpoint computes what its source computes, or run the battery on one model."""
+    if download and tasks is None:
+        raise Refusal("--download belongs to --tasks, whose data sets it lets the harness fetch")
+    if tasks is not None and (endpoint is not None or hashes is not None):
+        raise Refusal("--tasks needs a model that is loaded here; give --model DIR, or SRC and DST")
     if endpoint is not None:
         _check_endpoint(endpoint, model, reference, level, only, quiet, as_json, junit, html)
         return
@@ -90,6 +98,8 @@ def command(
                 accelerated=accelerated,
                 reference=reference,
                 text=sample,
+                tasks=run_battery.names(tasks),
+                download=download,
                 dtype=_torch_dtype(dtype),
                 device=device_named(device),
                 trust_remote_code=trust_remote_code,
@@ -127,6 +137,8 @@ def command(
         positions=positions,
         tokens=tokens,
         new_tokens=new_tokens,
+        tasks=run_battery.names(tasks),
+        download=download,
         dtype=_torch_dtype(dtype),
         trust_remote_code=trust_remote_code,
         progress=None if quiet else partial(say, "verify"),

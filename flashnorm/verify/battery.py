@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Union
 
@@ -11,9 +12,10 @@ from torch import nn
 
 from flashnorm.checkpoint.manifest import is_folded
 from flashnorm.errors import CheckpointError, FlashnormError, Refusal
-from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check
+from flashnorm.verify.checks import finite_check, greedy_check, perplexity_check, task_checks
 from flashnorm.verify.evaluate import Answers, dtype_name, evaluate
 from flashnorm.verify.greedy import GreedyPair, compare_greedy
+from flashnorm.verify.harness import Harness, open_harness
 from flashnorm.verify.logits import compare_logits, masked_tokens, without_tokens
 from flashnorm.verify.parity import where_they_part
 from flashnorm.verify.perplexity import compare_perplexity
@@ -23,6 +25,7 @@ from flashnorm.verify.samples import BUILT_IN, Samples, make_samples
 from flashnorm.verify.steps import Progress, Steps
 from flashnorm.verify.stored import stored_checks
 from flashnorm.verify.subject import Subject, check_comparable, open_subject, refusing
+from flashnorm.verify.tasks import pair_scores
 
 Model = Union[str, "os.PathLike[str]", nn.Module]
 
@@ -36,6 +39,8 @@ def verify(
     tokens: int = 4096,
     new_tokens: int = 64,
     dtype: torch.dtype | None = None,
+    tasks: Sequence[str] = (),
+    download: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     quiet: bool = True,
@@ -46,8 +51,10 @@ def verify(
     `text`: where the token ids come from, and what perplexity is taken of; without it, built-in passages and no
     perplexity. `positions`: at how many the logits are compared. `tokens`: how many of the text count for perplexity.
     `new_tokens`: how far each greedy continuation goes (0: none). `dtype`: run both in it instead of the dtype that the
-    reference is stored in. `progress`: called with a line of text before each step. `quiet`: without the progress on
-    stderr of the comparison of stored tensors, which is made where one of two folders was written by `flashnorm fold`.
+    reference is stored in. `tasks`: names of the lm-eval harness, which must be installed, to run on both; `download`:
+    it may fetch data sets that are not there. `progress`: called with a line of text before each step. `quiet`: without
+    the progress on stderr of the comparison of stored tensors, which is made where one of two folders was written by
+    `flashnorm fold`.
 
     The bounds are derived in `flashnorm.verify.bounds`. Raises `ConfigError` and `CheckpointError` where the two cannot
     be loaded or compared, and `Refusal` where the text or the memory does not do. A failed check raises nothing: it is
@@ -60,6 +67,7 @@ def verify(
     steps = Steps(progress or _silent)
     ours, theirs = open_subject(reference, trust_remote_code), open_subject(candidate, trust_remote_code)
     check_comparable(ours, theirs)
+    harness = open_harness(tasks, download) if tasks else None
     samples = make_samples(ours, text, positions, tokens)
     source = evaluate(ours, samples, new_tokens, dtype, None, steps)
     masked = masked_tokens(source.exact)
@@ -76,7 +84,7 @@ def verify(
     if any(check.name in _OF_LOGITS for check in report.failures):
         steps(f"{theirs.name}: where it parts from {ours.name}")
         report = _with_place(report, ours, theirs, samples, source.arithmetic.oracle)
-    return report
+    return _with_tasks(report, harness, (ours, theirs), source.arithmetic.fine, steps) if harness else report
 
 
 _OF_LOGITS = {"non_finite_positions", "drift_ratio", "exact_drift_ratio", "typical_exact_drift_ratio", "kl_ratio"}
@@ -88,6 +96,18 @@ def _with_place(
     with refusing(f"{theirs.name} cannot be run"):
         place = where_they_part(ours, theirs, samples.excerpts[0], oracle)
     return replace(report, notes=(*report.notes, place)) if place else report
+
+
+def _with_tasks(
+    report: VerifyReport, harness: Harness, subjects: tuple[Subject, Subject], dtype: torch.dtype, progress: Progress
+) -> VerifyReport:
+    """`dtype`: that of text, in which the rounding of activations does not hide what the checkpoints do."""
+    scores = []
+    for subject in subjects:
+        progress(f"{subject.name}: {', '.join(harness.tasks)}")
+        scores.append(harness.scores(subject.load(dtype), subject))
+    pairs = pair_scores(*scores)
+    return replace(report, tasks=pairs, checks=(*report.checks, *task_checks(pairs)))
 
 
 def _silent(step: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from flashnorm.verify.bounds import (
     ADDED,
     ADDED_ROUTED,
+    SIGMAS,
     perplexity_bound,
     ratio_of_sums,
     sampling_slack,
@@ -19,6 +20,7 @@ from flashnorm.verify.bounds import (
 from flashnorm.verify.greedy import GreedyPair
 from flashnorm.verify.perplexity import Perplexity
 from flashnorm.verify.report import Check
+from flashnorm.verify.tasks import TaskPair, shown
 
 
 def finite_check(logits: torch.Tensor, exact: torch.Tensor) -> Check:
@@ -106,6 +108,29 @@ def perplexity_check(perplexity: Perplexity, divergence: float, finer: bool) -> 
         f"the perplexities, {perplexity.reference:.5g} and {perplexity.candidate:.5g}, differ by {value:.3%}, where "
         f"rounding explains {bound:.3%}",
     )
+
+
+def task_checks(pairs: Sequence[TaskPair]) -> list[Check]:
+    """Whether chance explains each difference of two scores; those without a standard error are only shown.
+
+    Both models answer the same items, so the standard error of the difference lies below the sum of the two, which it
+    reaches where they err in opposed ways: |difference| <= SIGMAS (sum of both). Never too small, and so blunt.
+    """
+    checks = []
+    broken = [pair for pair in pairs if math.isfinite(pair.reference) and not math.isfinite(pair.candidate)]
+    what = f"{broken[0].task}, {broken[0].metric}, is {broken[0].candidate} for the candidate" if broken else ""
+    checks.append(Check("task_scores_not_finite", len(broken), 0, what))
+    for pair in pairs:
+        if pair.reference_error is None or pair.candidate_error is None:
+            continue
+        value, bound = abs(pair.candidate - pair.reference), SIGMAS * (pair.reference_error + pair.candidate_error)
+        words = (
+            f"{pair.task}: {pair.metric} is {shown(pair.candidate, pair.candidate_error)}, the reference's "
+            f"{shown(pair.reference, pair.reference_error)}: they differ by {value:.3g}, where chance explains "
+            f"{bound:.3g}"
+        )
+        checks.append(Check(f"task {pair.task}, {pair.metric}", value, bound, words))
+    return checks
 
 
 def _largest(values: Iterable[float]) -> float:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from flashnorm.verify.greedy import Difference, GreedyPair
 from flashnorm.verify.report import Check, VerifyReport
+from flashnorm.verify.tasks import TaskPair, shown
 
 
 def report_tables(report: VerifyReport) -> RenderableType:
@@ -16,6 +17,8 @@ def report_tables(report: VerifyReport) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{dtypes}; samples: {report.samples}"), _figures(report)]
     if report.greedy:
         parts.append(_continuations(report.greedy))
+    if report.tasks:
+        parts.append(_tasks(report.tasks))
     parts.append(_checks(report.checks))
     parts += [Text(f"note: {note}") for note in report.notes]
     return Group(*parts)
@@ -59,6 +62,18 @@ def _continuations(pairs: tuple[GreedyPair, ...]) -> Table:
         same = f"(the same {pair.tokens} tokens)"
         candidate = f"{pair.candidate}\n{_parting(pair.difference)}" if pair.difference else same
         table.add_row(Text(pair.prompt), Text(pair.reference), Text(candidate))
+    return table
+
+
+def _tasks(pairs: tuple[TaskPair, ...]) -> Table:
+    table = Table(title="tasks, with standard errors", title_justify="left")
+    table.add_column("task")
+    table.add_column("metric")
+    table.add_column("reference", justify="right")
+    table.add_column("candidate", justify="right")
+    for pair in pairs:
+        ours, theirs = shown(pair.reference, pair.reference_error), shown(pair.candidate, pair.candidate_error)
+        table.add_row(Text(pair.task), Text(pair.metric), ours, theirs)
     return table
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from flashnorm.verify.greedy import Difference, GreedyPair
 from flashnorm.verify.perplexity import Perplexity
+from flashnorm.verify.tasks import TaskPair
 
 T = TypeVar("T")
 
@@ -69,6 +70,7 @@ class VerifyReport:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
     not_compared: tuple[str, ...] = ()
+    tasks: tuple[TaskPair, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -114,6 +116,7 @@ class VerifyReport:
             checks=tuple(_of(Check, row) for row in table["checks"]),
             notes=tuple(table["notes"]),
             not_compared=tuple(table.get("not_compared", ())),
+            tasks=tuple(_of(TaskPair, row) for row in table.get("tasks", ())),
         )
 
 

@@ -18,6 +18,7 @@ from flashnorm.verify.determinism import check_determinism
 from flashnorm.verify.engines.engine import Engine
 from flashnorm.verify.engines.model import model_engine
 from flashnorm.verify.engines.slots import slots_engine
+from flashnorm.verify.harness import Harness, open_harness
 from flashnorm.verify.lag import check_lag
 from flashnorm.verify.language import check_language
 from flashnorm.verify.levels import EXTENTS, Extent, Level
@@ -28,6 +29,8 @@ from flashnorm.verify.rounding import Rounding, measure_rounding
 from flashnorm.verify.samples import token_stream
 from flashnorm.verify.slot_isolation import check_slots
 from flashnorm.verify.subject import Subject, open_subject, refusing
+from flashnorm.verify.task_outcome import NAME as TASKS
+from flashnorm.verify.task_outcome import check_tasks
 
 Model = Union[str, "os.PathLike[str]", nn.Module]
 Target = Union[str, "os.PathLike[str]", nn.Module, Engine]
@@ -76,6 +79,8 @@ def battery(
     accelerated: bool = False,
     reference: Model | None = None,
     text: str | None = None,
+    tasks: Sequence[str] = (),
+    download: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
@@ -87,15 +92,17 @@ def battery(
     `Engine`. `level`: "quick", "standard" or "thorough". `only`: names of checks, all where empty. `accelerated`: a
     folder's model is run through `flashnorm.accelerate`, with its decode program where it has one. `reference`: a
     folder or model that computes what `target` should; an accelerated one has its stock form. `text`: where token ids
-    come from, where there is a tokenizer; else built-in passages, or random ids. `device`: where a folder's model runs;
-    oracles run on the CPU.
+    come from, where there is a tokenizer; else built-in passages, or random ids. `tasks`: names of the lm-eval harness,
+    run last, beside the reference's where there is one; `download`: it may fetch data sets. `device`: where a folder's
+    model runs; oracles run on the CPU.
 
     Raises `Refusal` for unknown names, and what `open_subject` raises. A failed check raises nothing.
     """
-    chosen = _chosen(only)
+    chosen = _chosen(only, tasks)
     if level not in Level.__members__:
         raise Refusal(f"level {level!r} does not exist; use one of {', '.join(Level.__members__)}")
     extent = EXTENTS[Level(level)]
+    harness = open_harness(tasks, download) if tasks else None
     say = progress or (lambda _: None)
     say("opening")
     opened = _open(target, accelerated, dtype, torch.device(device), trust_remote_code, extent)
@@ -113,11 +120,23 @@ def battery(
     for name in chosen:
         say(name)
         outcomes.append(_timed(name, question))
+    if harness is not None:
+        say(TASKS)
+        outcomes.append(_tasks(harness, opened, stock))
     return BatteryReport(engine.name, level, tuple(outcomes), notes)
 
 
-def _chosen(only: Sequence[str]) -> list[str]:
-    unknown = [name for name in only if name not in CHECKS]
+def _tasks(harness: Harness, opened: _Opened, reference: Reference | None) -> Outcome:
+    start, subject, model = time.monotonic(), opened.subject, opened.model
+    if subject is None or model is None:
+        raise Refusal(f"{opened.engine.name} is no Transformers model, so the harness cannot ask it; leave tasks out")
+    return replace(
+        check_tasks(harness, model, subject, reference.load if reference else None), seconds=time.monotonic() - start
+    )
+
+
+def _chosen(only: Sequence[str], tasks: Sequence[str] = ()) -> list[str]:
+    unknown = [name for name in only if name not in CHECKS and not (tasks and name == TASKS)]
     if unknown:
         raise Refusal(f"there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
     return [name for name in CHECKS if not only or name in only]
@@ -176,17 +195,28 @@ def _opened_module(model: nn.Module) -> _Opened:
 
 def _accelerated(opened: _Opened, extent: Extent) -> _Opened:
     from flashnorm.runtime.accelerate import accelerate
+    from flashnorm.runtime.decode.program import Program
+    from flashnorm.runtime.level_two import spec_of
 
     engine, model = opened.engine, opened.model
     assert model is not None
     name = f"{engine.name}, accelerated"
+    length = min(engine.limit, max(extent.steps, extent.length))
     try:
-        accelerate(model, level=2, max_batch=_ROWS, max_length=min(engine.limit, max(extent.steps, extent.length)))
+        spec = spec_of(model, length) if _captures(model) else None  # read from the stock model
+        accelerate(model, level=2, max_batch=_ROWS, max_length=length)
     except Unsupported as reason:
         accelerate(model)
         notes = (f"accelerated to level one, without a decode program: {reason}",)
         return replace(opened, engine=replace(engine, name=name), stock=False, notes=notes)
-    return replace(opened, engine=slots_engine(model.slots, engine, name), stock=False)  # type: ignore[arg-type]
+    # The packed weights of the first program serve the second one: it adds its cache alone.
+    eager = None if spec is None else Program(spec, slots=_ROWS, graphs=False)
+    return replace(opened, engine=slots_engine(model.slots, engine, name, eager), stock=False)  # type: ignore[arg-type]
+
+
+def _captures(model: nn.Module) -> bool:
+    """Whether a decode program of the model runs its steps as captured graphs."""
+    return next(model.parameters()).device.type == "cuda"
 
 
 def _reference(

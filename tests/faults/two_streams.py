@@ -29,7 +29,7 @@ class TwoStreams:
         with torch.cuda.stream(self._side):
             self._scale.copy_(torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps))
             self.record_join()
-        product = _wide_product(x, weight)
+        product = self.multiply(x, weight)
         self.join(main)
         result = (product * self._scale).to(x.dtype)
         self.leave(main)
@@ -39,6 +39,9 @@ class TwoStreams:
         """The side stream waits for the input, and for the last call's use of the scale."""
         self._fork.record(main)
         self._side.wait_event(self._fork)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _wide_product(x, weight)
 
     def record_join(self) -> None:
         self._join.record(self._side)
@@ -58,9 +61,54 @@ class ImplicitJoin(TwoStreams):
 
 
 class MissingFork(TwoStreams):
-    """One of the two events is missing: the scale's buffer is written while the call before may still read it."""
+    """The fork event is missing: the scale's buffer is written while the call before may still read it."""
 
     def fork(self, main: torch.cuda.Stream) -> None:
+        pass
+
+
+class JoinedOutside(TwoStreams):
+    """The matmul has a side stream of its own as well, so that the join needs two events: one for each end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._product: Tensor | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._product is None:
+            self._matmul_side, self._matmul_end = torch.cuda.Stream(x.device), torch.cuda.Event()
+            self._product = torch.empty(x.shape[0], weight.shape[0], device=x.device, dtype=torch.float32)
+        return super().__call__(x, weight, eps)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        self._matmul_side.wait_event(self._fork)
+        with torch.cuda.stream(self._matmul_side):
+            self._product.copy_(_wide_product(x, weight))
+            self._matmul_end.record(self._matmul_side)
+        return self._product
+
+    def join(self, main: torch.cuda.Stream) -> None:
+        self.join_matmul(main)
+        self.join_squares(main)
+
+    def join_matmul(self, main: torch.cuda.Stream) -> None:
+        main.wait_event(self._matmul_end)
+
+    def join_squares(self, main: torch.cuda.Stream) -> None:
+        main.wait_event(self._join)
+
+
+class MissingMatmulEnd(JoinedOutside):
+    """The join waits for the sum of squares alone: the scale multiplies what the call before left in the product."""
+
+    def join_matmul(self, main: torch.cuda.Stream) -> None:
+        pass
+
+
+class MissingSquaresEnd(JoinedOutside):
+    """The join waits for the matmul alone: the product is multiplied by the scale of the call before."""
+
+    def join_squares(self, main: torch.cuda.Stream) -> None:
         pass
 
 
@@ -106,7 +154,9 @@ def freed_early(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 FAULTS: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "implicit join": ImplicitJoin,
-    "one of two events missing": MissingFork,
+    "the matmul's end event missing": MissingMatmulEnd,
+    "the sum of squares' end event missing": MissingSquaresEnd,
+    "the fork event missing": MissingFork,
     "event shared between calls": SharedEvent,
     "buffer reused one step early": EarlyReuse,
     "memory freed early": lambda: freed_early,

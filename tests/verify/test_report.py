@@ -44,7 +44,7 @@ def test_the_json_form(passed: VerifyReport, failed: VerifyReport) -> None:
     assert table["passed"] is True
     assert set(table) == {
         *("reference", "candidate", "dtype", "text_dtype", "oracle_dtype", "samples", "logits", "perplexity"),
-        *("greedy", "checks", "notes", "not_compared", "passed"),
+        *("greedy", "checks", "notes", "not_compared", "tasks", "passed"),
     }
     assert table["logits"]["positions"] == 256
     assert table["checks"][1].keys() == {"name", "value", "bound", "meaning", "passed"}

@@ -17,6 +17,12 @@ _TOKEN_ID = re.compile(r"token_id:(\d+)$")
 _SHOWN = 200  # characters of a server's complaint
 
 
+def token_id(name: str) -> int | None:
+    """The id in a name such as "token_id:7"; None where the name is a text."""
+    match = _TOKEN_ID.match(name)
+    return int(match.group(1)) if match else None
+
+
 @dataclass(frozen=True)
 class Answer:
     """Tokens as the server names them, and for each the likeliest tokens there with their log-probabilities (nats).
@@ -30,8 +36,9 @@ class Answer:
     @property
     def ids(self) -> list[int] | None:
         """The tokens' ids, where the server names tokens by them (vLLM's `return_tokens_as_token_ids`)."""
-        found = [_TOKEN_ID.match(token) for token in self.tokens]
-        return [int(match.group(1)) for match in found if match] if all(found) else None
+        found = [token_id(token) for token in self.tokens]
+        known = [number for number in found if number is not None]
+        return known if len(known) == len(found) else None
 
 
 @dataclass(frozen=True)

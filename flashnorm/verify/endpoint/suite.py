@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from flashnorm.errors import Refusal
@@ -18,10 +19,12 @@ from flashnorm.verify.endpoint.checks import (
     generate,
 )
 from flashnorm.verify.endpoint.client import Client, Prompt
+from flashnorm.verify.endpoint.parity import check_parity, served_engine
+from flashnorm.verify.engines.engine import Engine
 from flashnorm.verify.levels import EXTENTS, Extent, Level
 from flashnorm.verify.outcome import BatteryReport, Outcome
 from flashnorm.verify.samples import PASSAGES, token_stream
-from flashnorm.verify.subject import open_subject
+from flashnorm.verify.subject import Subject, open_subject
 
 _PROMPTS, _LENGTH = 3, 24  # prompts asked at once, and tokens of one
 _WORDS = 20  # of a prompt that is text
@@ -35,9 +38,12 @@ class _Question:
     change: Callable[[Prompt, int], Prompt]
     extent: Extent
     text: Text
+    checked: Sequence[Sequence[int]] = ()  # prompts whose log-probabilities are compared with the reference's
+    reference: Callable[[], Engine] | None = None
 
 
 CHECKS: dict[str, Callable[[_Question], Outcome]] = {
+    "parity": lambda q: check_parity(q.client, q.checked, q.reference),
     "causality": lambda q: check_causality(q.client, q.prompts[0], q.change, q.extent.places, q.text.allowed_same_way),
     "lag": lambda q: check_lag(q.text),
     "batching": lambda q: check_batching(q.client, q.prompts, q.extent.new_tokens, q.text.allowed),
@@ -58,9 +64,10 @@ def endpoint_battery(
 ) -> BatteryReport:
     """Check the model called `model` behind `url`, which ends in `/v1`.
 
-    `reference`: the folder of its checkpoint, whose tokenizer turns prompts into ids, so that the prefix of every step
-    is exactly what was generated; without it prompts are text, which a tokenizer may split otherwise where an answer
-    is joined to it. Raises `Refusal` where the server cannot be asked, or for an unknown check.
+    `reference`: the folder of its checkpoint, with which the server's log-probabilities are compared, and whose
+    tokenizer turns prompts into ids, so that the prefix of every step is exactly what was generated; without it prompts
+    are text, which a tokenizer may split otherwise where an answer is joined to it. Raises `Refusal` where the server
+    cannot be asked, or for an unknown check.
     """
     unknown = [name for name in only if name not in CHECKS]
     if unknown:
@@ -68,34 +75,42 @@ def endpoint_battery(
     if level not in Level.__members__:
         raise Refusal(f"level {level!r} does not exist; use one of {', '.join(Level.__members__)}")
     client, extent = Client(url, model), EXTENTS[Level(level)]
-    prompts, change = _ids(Path(reference)) if reference else _texts()
-    if progress:
-        progress("a text, and each of its steps afresh")
-    text = generate(client, prompts[0], extent.steps // 4)
+    subject = open_subject(Path(reference)) if reference else None
+    prompts, change = _ids(subject) if subject else _texts()
+    checked = _stretches(subject, extent.sample // _LENGTH) if subject else []
+    engine = partial(served_engine, subject) if subject else None
+    chosen = [name for name in CHECKS if not only or name in only]
+    say = progress or (lambda _: None)
+    text = Text((), ())
+    if chosen != ["parity"]:  # which reads prompts alone
+        say("a text, and each of its steps afresh")
+        text = generate(client, prompts[0], extent.steps // 4)
     outcomes = []
-    for name in CHECKS:
-        if only and name not in only:
-            continue
-        if progress:
-            progress(name)
+    for name in chosen:
+        say(name)
         start = time.monotonic()
-        outcome = CHECKS[name](_Question(client, prompts, change, extent, text))
+        outcome = CHECKS[name](_Question(client, prompts, change, extent, text, checked, engine))
         outcomes.append(replace(outcome, seconds=time.monotonic() - start))
     notes = () if reference else ("prompts are text; --reference DIR makes them ids, and every prefix exact",)
     return BatteryReport(f"{model} at {url}", level, tuple(outcomes), notes)
 
 
-def _ids(folder: Path) -> tuple[list[Prompt], Callable[[Prompt, int], Prompt]]:
-    subject = open_subject(folder)
-    stream = token_stream(subject, None, _PROMPTS * _LENGTH)
-    vocabulary = subject.vocabulary or int(stream.max()) + 2
+def _stretches(subject: Subject, count: int) -> list[list[int]]:
+    """`count` prompts of `_LENGTH` ids, one after the other in the built-in passages."""
+    rows: list[list[int]] = token_stream(subject, None, count * _LENGTH).view(count, _LENGTH).tolist()
+    return rows
+
+
+def _ids(subject: Subject) -> tuple[list[Prompt], Callable[[Prompt, int], Prompt]]:
+    rows = _stretches(subject, _PROMPTS)
+    vocabulary = subject.vocabulary or max(map(max, rows)) + 2
 
     def change(prompt: Prompt, place: int) -> Prompt:
         changed = [int(token) for token in prompt]
         changed[place] = (changed[place] + 1) % vocabulary
         return changed
 
-    return [row.tolist() for row in stream.view(_PROMPTS, _LENGTH)], change
+    return list(rows), change
 
 
 def _texts() -> tuple[list[Prompt], Callable[[Prompt, int], Prompt]]:

@@ -37,8 +37,9 @@ class Engine:
 
     `fresh` computes whole sequences without a cache: the answer that a cache has to reproduce. `exact` is the same in
     arithmetic so fine that its rounding does not count, for the very weights that `fresh` reads. `begin` starts cached
-    sequences, `slots` is the interface of a server that lets them join and leave. `limit`: tokens of one sequence.
-    `chunks`: whether `Decoding.extend` gives the logits of every token.
+    sequences; where it replays captured graphs, `eager` starts those that take the same steps launch by launch.
+    `slots` is the interface of a server that lets them join and leave. `limit`: tokens of one sequence. `chunks`:
+    whether `Decoding.extend` gives the logits of every token.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Engine:
     exact: Fresh | None = None
     padded: Padded | None = None
     begin: Begin | None = None
+    eager: Begin | None = None
     slots: Slots | None = None
     limit: int = 2048
     window: int | None = None  # tokens that a sliding window reaches back, where there is one

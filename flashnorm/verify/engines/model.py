@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flashnorm.errors import ConfigError
-from flashnorm.verify.engines.engine import Begin, Engine
+from flashnorm.verify.engines.engine import Begin, Engine, Padded
+from flashnorm.verify.engines.positions import derives_positions, pad_id
 from flashnorm.verify.forward import TransformersModel
 from flashnorm.verify.oracle import choose_oracle, exact_logits
 
@@ -42,7 +44,7 @@ def model_engine(
         dtype=main_dtype(model),
         fresh=lambda ids: _logits(model, ids),
         exact=_Oracle(load_stock, main_dtype(model)) if load_stock else None,
-        padded=(lambda ids, mask: _padded(model, ids, mask)) if "attention_mask" in forward else None,
+        padded=_padding(model) if "attention_mask" in forward else None,
         begin=begin,
         limit=_limit(text),
         window=getattr(text, "sliding_window", None),
@@ -116,10 +118,22 @@ def _logits(model: TransformersModel, ids: Tensor, **more: Any) -> Tensor:
     return model(**inputs).logits
 
 
-def _padded(model: TransformersModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """As `generate` runs a padded batch: positions count the tokens that are there."""
+def _padding(model: TransformersModel) -> Padded:
+    """How the model is asked with padding; positions are traced when it is asked first, and then known."""
+    own_positions = lru_cache(maxsize=1)(lambda: derives_positions(model, _logits))
+    return lambda ids, mask: _padded(model, ids, mask, own_positions())
+
+
+def _padded(model: TransformersModel, ids: Tensor, mask: Tensor, own_positions: bool) -> Tensor:
+    """As `generate` runs a padded batch: positions count the tokens that are there.
+
+    A model that derives its own positions counts the ids that are not its padding id, so these are what pads.
+    """
     more: dict[str, Any] = {"attention_mask": mask.to(model.device)}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    pad = pad_id(model)
+    if own_positions and pad is not None:
+        ids = ids.masked_fill(mask == 0, pad)
+    elif "position_ids" in inspect.signature(model.forward).parameters:
         more["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0).to(model.device)
     if "use_cache" in inspect.signature(model.forward).parameters:
         more["use_cache"] = False

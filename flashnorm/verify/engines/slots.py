@@ -10,24 +10,30 @@ from torch import Tensor
 
 from flashnorm.errors import Refusal
 from flashnorm.runtime.decode.slots import Slots
-from flashnorm.verify.engines.engine import Engine
+from flashnorm.verify.engines.engine import Begin, Engine
 
 
-def slots_engine(slots: Slots, model: Engine, name: str = "") -> Engine:
+def slots_engine(slots: Slots, model: Engine, name: str = "", eager: Slots | None = None) -> Engine:
     """`slots` decoded, `model` asked afresh and exactly: the two hold the same weights.
 
-    All slots must be free; the battery frees those that it takes. Raises `Refusal` where they are not.
+    `eager`: where steps of `slots` are captured graphs, slots of the same program without. All slots must be free; the
+    battery frees those that it takes. Raises `Refusal` where they are not.
     """
     if len(slots.free_slots()) < slots.slots:
         raise Refusal("some slots hold sequences; the battery needs all of them free")
     return replace(
         model,
         name=name or model.name,
-        begin=lambda rows: SlotsDecoding(slots, slots.free_slots()[:rows], rows),
+        begin=_begin(slots),
+        eager=None if eager is None else _begin(eager),
         slots=slots,
         limit=min(model.limit, slots.max_length),
         chunks=False,
     )
+
+
+def _begin(slots: Slots) -> Begin:
+    return lambda rows: SlotsDecoding(slots, slots.free_slots()[:rows], rows)
 
 
 class SlotsDecoding:

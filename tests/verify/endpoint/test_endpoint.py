@@ -93,8 +93,8 @@ def test_other_refusals(healthy: str) -> None:
         endpoint_battery("http://127.0.0.1:9/v1", "tiny")
     with pytest.raises(Refusal, match="cannot be asked: unknown url type"):
         endpoint_battery("somewhere", "tiny")
-    with pytest.raises(Refusal, match="no check 'parity' of an endpoint"):
-        endpoint_battery(healthy, "tiny", only=["parity"])
+    with pytest.raises(Refusal, match="no check 'ranges' of an endpoint"):
+        endpoint_battery(healthy, "tiny", only=["ranges"])
     with server.serving(server.completions(tiny_model("llama"), tokenizer=tokenizer())) as url:
         client = Client(url, "tiny")
         with pytest.raises(Refusal, match="does not name tokens by their ids"):

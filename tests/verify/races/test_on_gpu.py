@@ -12,7 +12,15 @@ from flashnorm.kernels.two_stream import overlapped_rms_linear
 from flashnorm.verify.races.check import check_races
 from flashnorm.verify.races.graphs import captured, unjoined
 from flashnorm.verify.races.sanitizer import sanitizer_findings
-from tests.faults.two_streams import EarlyReuse, ImplicitJoin, MissingFork, SharedEvent
+from tests.faults.two_streams import (
+    EarlyReuse,
+    ImplicitJoin,
+    JoinedOutside,
+    MissingFork,
+    MissingMatmulEnd,
+    MissingSquaresEnd,
+    SharedEvent,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,8 +34,9 @@ def _inputs(rows: int = 16, width: int = 576, outputs: int = 960) -> tuple[torch
     return x.bfloat16().cuda(), (weight / width**0.5).bfloat16().cuda(), 1e-5
 
 
-def test_the_shipped_operation_passes() -> None:
-    assert check_races(overlapped_rms_linear, _inputs(), reference.rms_linear).passed
+def test_a_sound_operation_passes() -> None:
+    for operation in (overlapped_rms_linear, JoinedOutside()):
+        assert check_races(operation, _inputs(), reference.rms_linear).passed
 
 
 @pytest.mark.parametrize("fault", [ImplicitJoin, SharedEvent])
@@ -39,6 +48,12 @@ def test_a_missing_order_is_caught_in_every_run(fault) -> None:
         outcome = check_races(fault(), inputs, reference.rms_linear)
         assert "wrong_when_delayed" in {figure.name for figure in outcome.failures}
         assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("fault", [MissingMatmulEnd, MissingSquaresEnd])
+def test_either_end_event_that_is_missing_is_caught_by_the_run_itself(fault) -> None:
+    outcome = check_races(fault(), _inputs(), reference.rms_linear)
+    assert "wrong_when_delayed" in {figure.name for figure in outcome.failures}
 
 
 @pytest.mark.parametrize("fault", [MissingFork, EarlyReuse])

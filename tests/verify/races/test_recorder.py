@@ -7,13 +7,17 @@ import torch
 
 from flashnorm.kernels.two_stream import overlapped_rms_linear
 from flashnorm.verify.races.recorder import find_races
-from tests.faults.two_streams import FAULTS, TwoStreams
+from tests.faults.two_streams import FAULTS, JoinedOutside, TwoStreams
 
 X = torch.empty(4, 48, dtype=torch.bfloat16)
 WEIGHT = torch.empty(32, 48, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("operation", [overlapped_rms_linear, TwoStreams()], ids=["shipped", "with buffers of its own"])
+@pytest.mark.parametrize(
+    "operation",
+    [overlapped_rms_linear, TwoStreams(), JoinedOutside()],
+    ids=["shipped", "with buffers of its own", "with two ends to wait for"],
+)
 def test_a_sound_operation_has_no_race(operation) -> None:
     assert find_races(operation, (X, WEIGHT, 1e-5), calls=3) == []
 
@@ -21,6 +25,23 @@ def test_a_sound_operation_has_no_race(operation) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_planted_race_is_found(name: str) -> None:
     assert find_races(FAULTS[name](), (X, WEIGHT, 1e-5), calls=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [
+        # The main stream multiplies the product, (rows, outputs), by the scale, (rows, 1); the side stream reads x,
+        # (rows, width).
+        ("the matmul's end event missing", {"4x32"}),
+        ("the sum of squares' end event missing", {"4x1"}),
+        ("the fork event missing", {"4x1", "4x48"}),
+    ],
+)
+def test_each_event_that_is_missing_is_told_by_what_it_guarded(name: str, buffers: set[str]) -> None:
+    races = find_races(FAULTS[name](), (X, WEIGHT, 1e-5), calls=3)
+    assert {race.buffer.split()[1] for race in races} == buffers
+    touched = {access.what for race in races for access in (race.first, race.second)}
+    assert {"aten.copy_.default", "aten.mul.Tensor"} <= touched
 
 
 def test_a_race_says_which_buffer_and_which_operations() -> None:
