@@ -122,5 +122,11 @@ class GatedMLP(_StandIn):
         return f"norm, gate, up and {self.fused_activation} as one operation"
 
 
+def unlike_stock(model: nn.Module) -> frozenset[nn.Module]:
+    """The modules of an accelerated model that do not return what the stock model's do: those must not be watched."""
+    groups = (group for norm in model.modules() if isinstance(norm, DeferredNorm) for group in norm.groups)
+    return frozenset(place.module for group in groups for place in group.places if not place.gives_stock)
+
+
 def _product(x: Tensor, group: Group) -> Tensor:
     return rms_product(x, group.require(), group.eps, group.gain, group.bias, group.chosen)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flashnorm.runtime.modules import unlike_stock
+
 Seen = Callable[[str, Tensor], None]
 
 
@@ -15,12 +17,14 @@ Seen = Callable[[str, Tensor], None]
 def watched(model: nn.Module, seen: Seen) -> Iterator[None]:
     """While the block runs, `seen(name, output)` for each call of each named module but the model itself.
 
-    Of several outputs the first tensor counts. A module that is called several times is seen each time.
+    Of several outputs the first tensor counts. A module that is called several times is seen each time. What stands in
+    for a module of an accelerated model and returns something else is left out.
     """
+    left_out = unlike_stock(model)
     handles = [
         module.register_forward_hook(lambda _m, _a, output, name=name: _tell(seen, name, output))
         for name, module in model.named_modules()
-        if name
+        if name and module not in left_out
     ]
     try:
         yield
