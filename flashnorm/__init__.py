@@ -14,6 +14,7 @@ from flashnorm.version import __version__
 _EXPORTS = {
     "Acceleration": "flashnorm.runtime.report",
     "AuditReport": "flashnorm.sites.audit",
+    "CancelReport": "flashnorm.passes.cancel",
     "FoldReport": "flashnorm.sites.folding",
     "HashReport": "flashnorm.checkpoint.hashes",
     "ImportReport": "flashnorm.checkpoint.gguf_import",
@@ -22,6 +23,7 @@ _EXPORTS = {
     "VerifyReport": "flashnorm.verify.report",
     "accelerate": "flashnorm.runtime.accelerate",
     "audit": "flashnorm.sites.audit",
+    "cancel": "flashnorm.passes.cancel",
     "fold": "flashnorm.passes.fold",
     "fold_checkpoint": "flashnorm.checkpoint.fold",
     "import_gguf": "flashnorm.checkpoint.gguf_import",
