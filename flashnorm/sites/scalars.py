@@ -243,9 +243,9 @@ class ScalarFollower(Follower):
         self._merged[name] = members
         return self._channels.codes(name, 1)[0]
 
-    def _stop(self, carrying: list[torch.Tensor], reason: str, op: str) -> None:
+    def _stop(self, carrying: list[torch.Tensor], reason: str, op: str, where: str | None = None) -> None:
         for tensor in carrying:
-            self.found.stopped.append(Stopped(self._members([tensor]), f"{reason} [{op}, {self.where()}]"))
+            self.found.stopped.append(Stopped(self._members([tensor]), f"{reason} [{op}, {where or self.where()}]"))
 
     def feed(self, reader: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module that owns a matrix is called: with a norm's output as it is, or with something else."""
@@ -378,7 +378,7 @@ class ScalarFollower(Follower):
         if isinstance(output, dict):
             output = output["logits"] if "logits" in output else list(output.values())
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-        self._stop(self._carrying(tensors, "return"), "it is an output of the model", "return")
+        self._stop(self._carrying(tensors, "return"), "it is an output of the model", "return", "the model")
 
 
 def _not_absorbing(found: NormProbe, x: torch.Tensor) -> str | None:

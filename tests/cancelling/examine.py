@@ -37,8 +37,8 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        return (
-            max(self.error, self.error_small) <= TOLERANCE
+        return all(
+            error <= TOLERANCE for error in (self.error, self.error_small)
         )  # false for a NaN as well, once it is the first of the two
 
     def to_dict(self) -> dict[str, Any]:

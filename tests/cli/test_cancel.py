@@ -12,6 +12,8 @@ from flashnorm.cli import cancel as cancel_command
 from flashnorm.cli.main import main
 from tests.checkpoint.test_fold import SMALL, saved
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cancel.md"
+
 
 def _status(*arguments: object) -> int:
     with pytest.raises(SystemExit) as stopped:
@@ -75,3 +77,16 @@ def test_layers_that_are_alike_share_a_row(qwen3: Path, capsys: pytest.CaptureFi
     assert "0 of 9 norms can be dropped, 2 more for a part of their readers" in out
     assert _status("audit", qwen3, "--quiet") == 0
     assert "cancellable" not in capsys.readouterr().out
+
+
+def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = DOCUMENT.read_text()
+    code = text.split("```python\n")[1].split("```")[0].replace("qwen3-tiny", str(tmp_path / "tiny"))
+    exec(code, {})
+    capsys.readouterr()
+    assert _status("cancel", tmp_path / "tiny", "--quiet") == 0
+    assert f"    {capsys.readouterr().out.splitlines()[0]}\n" in text
+    assert _status("audit", tmp_path / "tiny", "--cancel", "--json", "--quiet") == 0
+    rows = {row["norm"]: row for row in json.loads(capsys.readouterr().out)["cancellations"]}
+    (kept,) = rows["model.layers.0.input_layernorm"]["kept"]
+    assert kept["reason"].partition(" [")[0] in text
