@@ -19,6 +19,9 @@ def command(
     every: Annotated[
         bool, typer.Option("--all", help="One row for each norm, not for all layers that are alike.")
     ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Say too which norms a later norm makes redundant; takes twice the time.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -29,15 +32,25 @@ def command(
         say("audit", f"opening {folder}")
     from flashnorm.checkpoint.remarks import remarks
     from flashnorm.cli.audit_rows import grouped
+    from flashnorm.cli.cancel_rows import cancel_table
+    from flashnorm.cli.cancel_rows import to_dict as cancellation_to_dict
     from flashnorm.sites.audit import audit
+    from flashnorm.sites.cancelling import audit_cancellation
     from flashnorm.sites.render import audit_table, summary_line, to_dict
 
     report = audit(folder, untie=untie, trust_remote_code=trust_remote_code)
     notes = remarks(folder, trust_remote_code)
+    redundant = audit_cancellation(folder, trust_remote_code=trust_remote_code) if cancel else None
     if as_json:
-        print_json({**to_dict(report), "notes": list(notes)})
+        table = {**to_dict(report), "notes": list(notes)}
+        if redundant is not None:
+            table["cancellations"] = [cancellation_to_dict(c) for c in redundant.cancellations]
+        print_json(table)
         return
     console().print(audit_table(report, report.sites if every else grouped(report.sites)))
+    if redundant is not None:
+        console().print(cancel_table(redundant, every))
+        typer.echo(str(redundant))
     typer.echo(summary_line(report))
     for note in notes:
         typer.echo(f"note: {note}")

@@ -63,16 +63,23 @@ def audit(
     would be with its head untied. Raises `ConfigError` where the folder's model cannot be built, `TracingError`
     where it cannot be run, and `Refusal` for a model that is accelerated.
     """
-    if isinstance(model, nn.Module):
-        if "unaccelerate" in vars(model):
-            raise Refusal("the model is accelerated, so its norms stand elsewhere; call model.unaccelerate() first")
-        hollow = hollow_copy(model)
-    else:
-        hollow = hollow_model(read_config(model, trust_remote_code), trust_remote_code)
+    hollow = hollow_of(model, trust_remote_code)
     if untie:
         untie_head(hollow)
     live = model if isinstance(model, nn.Module) else None
     return report_of(hollow, trace_fully(hollow, inputs, live))
+
+
+def hollow_of(model: nn.Module | str | os.PathLike[str], trust_remote_code: bool = False) -> nn.Module:
+    """The hollow copy of a live model, or the hollow model of a checkpoint folder.
+
+    Raises `ConfigError`, and `Refusal` for a model that is accelerated.
+    """
+    if isinstance(model, nn.Module):
+        if "unaccelerate" in vars(model):
+            raise Refusal("the model is accelerated, so its norms stand elsewhere; call model.unaccelerate() first")
+        return hollow_copy(model)
+    return hollow_model(read_config(model, trust_remote_code), trust_remote_code)
 
 
 def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None, live: nn.Module | None = None) -> Trace:

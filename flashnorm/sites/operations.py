@@ -29,7 +29,8 @@ class Blocked(Exception):
 class Context(Protocol):
     """What the rules need to know of the running trace."""
 
-    number_read: bool  # a zero was read off a tensor, so that a zero among the arguments may be data
+    @property
+    def number_read(self) -> bool: ...  # a zero was read off a tensor, so that one among the arguments may be data
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 

@@ -21,7 +21,9 @@ from flashnorm.sites.types import EpsilonPlacement, GainConvention, MultiplyOrde
 _ROWS = 4
 _CALLS = 3
 # What a module raises at inputs that it does not take.
+_NO_EPSILON: EpsilonPlacement = "none"
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, AssertionError)
+_SLOPE = 0.8  # of a DyT's tanh
 _SILU_ONE = 1.2784645427610738  # silu of this is 1, so that a SiLU gate is neutral
 
 
@@ -38,12 +40,21 @@ class NormProbe:
 def is_candidate(module: nn.Module) -> bool:
     """Could this module be a norm at all? It owns at most a small gain and a bias, and no submodule with weights.
 
+    Beside them a DyT has one number, the slope of its tanh.
+
     A hollow parameter is far larger than any gain, and has no values to experiment with.
     """
     own = dict(module.named_parameters(recurse=False))
     below = sum(1 for _ in module.parameters())
-    small = all(0 < p.ndim <= 2 and p.is_floating_point() and not p.is_meta for p in own.values())
-    return below == len(own) <= 2 and small
+    small = all(p.ndim <= 2 and p.is_floating_point() and not p.is_meta for p in own.values())
+    channelled = _channelled(own)
+    return below == len(own) and len(channelled) <= 2 and len(own) - len(channelled) <= 1 and small
+
+
+def _channelled(own: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters with a value for each channel: all, where none has more than one value."""
+    wide = {name: p for name, p in own.items() if p.numel() > 1}
+    return wide or {name: p for name, p in own.items() if p.ndim}
 
 
 def probe(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> NormProbe | None:
@@ -76,7 +87,10 @@ class _Experiment:
         trailing: tuple[int, ...],
     ):
         self.module = module
-        self.parameters = dict(module.named_parameters(recurse=False))
+        self.parameters = _channelled(dict(module.named_parameters(recurse=False)))
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in self.parameters:
+                parameter.data.fill_(_SLOPE)  # a tanh of slope zero would show nothing
         self.width = width = math.prod(trailing)
         self.afresh = False  # every call is the first one of a new copy
         self._call, self._lead, self._trailing = call, lead, trailing
@@ -90,7 +104,7 @@ class _Experiment:
         if not tensors or tensors[0].ndim == 0:
             return None
         shape = tensors[0].shape
-        own = list(module.parameters(recurse=False))
+        own = list(_channelled(dict(module.named_parameters(recurse=False))).values())
         trailing = own[0].shape if own else shape[-1:]
         if any(p.shape != trailing for p in own) or shape[len(shape) - len(trailing) :] != trailing:
             return None
@@ -201,11 +215,12 @@ def _conclude(e: _Experiment) -> NormProbe | None:
     def core(x: torch.Tensor) -> torch.Tensor:
         return e.run(x, neutral)
 
-    if not _ignores_scale(core, e.x):
+    saturates = gain_name is not None and _saturates(core, e.x)
+    if not (saturates or _ignores_scale(core, e.x)):
         return None
     gated = not torch.allclose(e.run(e.x, neutral, gate=0.3), e.run(e.x, neutral, gate=1.7), rtol=1e-6, atol=0)
     # In float32, not float64: a module without an epsilon of its own takes that of the dtype it computes in.
-    eps, placement = _find_epsilon(lambda x: e.run(x, neutral, torch.float32), e.x)
+    eps, placement = (0.0, _NO_EPSILON) if saturates else _find_epsilon(lambda x: e.run(x, neutral, torch.float32), e.x)
     convention = GainConvention(
         offset=offset,
         eps=eps,
@@ -215,6 +230,7 @@ def _conclude(e: _Experiment) -> NormProbe | None:
         multiply=_multiply_order(e, gain_name, neutral, offset) if gain_name else "unknown",
         group_size=_group_size(core, e.x),
         gated=gated,
+        saturates=saturates,
     )
     return NormProbe(convention, gain_name, bias_name)
 
@@ -256,6 +272,19 @@ def _ignores_scale(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     odd = (core(-1e3 * x) + near).abs().max() <= 1e-4 * size
     graded = torch.corrcoef(torch.stack([near.flatten(), x.flatten()]))[0, 1] > 0.9
     return bool((near - far).abs().max() <= 1e-4 * size and (near - other).abs().max() > 1e-2 * size and odd and graded)
+
+
+def _saturates(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
+    """A DyT works channel by channel, is odd and nearly linear at small inputs, and has one bound at large ones."""
+    top, here, small = core(1e6 * x), core(x), core(1e-6 * x)
+    size = top.abs().max()
+    if not torch.isfinite(top).all() or size == 0:
+        return False
+    bounded = (top - size * x.sign()).abs().max() <= 1e-6 * size
+    odd = (core(-x) + here).abs().max() <= 1e-6 * size
+    slope = small / x
+    linear = slope.min() > 0 and (slope - slope.mean()).abs().max() <= 1e-3 * slope.mean()
+    return bool(bounded and odd and linear) and _group_size(core, x) == 1
 
 
 def _subtracts_mean(core: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:

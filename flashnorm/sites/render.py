@@ -70,7 +70,7 @@ def _site(site: Site) -> dict[str, Any]:
         "convention": None
         if convention is None
         else {
-            "kind": "LayerNorm" if convention.subtracts_mean else "RMSNorm",
+            "kind": convention.kind,
             "offset": convention.offset,
             "eps": convention.eps,
             "eps_placement": convention.eps_placement,
@@ -95,6 +95,8 @@ def _convention(site: Site) -> str:
     convention = site.convention
     if convention is None:
         return "not run"
+    if convention.saturates:
+        return convention.name
     eps = "" if convention.eps_placement == "inside_sqrt" else f" ({convention.eps_placement})"
     return f"{convention.name if site.weight else convention.name.replace(' w', '')}, eps {convention.eps:g}{eps}"
 

@@ -41,6 +41,7 @@ class Trace:
     called: set[str] = field(default_factory=set)  # every module that ran
     blockers: dict[str, list[Blocker]] = field(default_factory=lambda: defaultdict(list))
     operations: list[str] = field(default_factory=list)  # every aten operation, in order
+    runs: tuple[Run, ...] = ()  # the calls that were made
 
     def block(self, codes: torch.Tensor, kind: str, op: str, where: str, detail: str) -> None:
         """Block every norm whose gain occurs in `codes`."""
@@ -62,7 +63,13 @@ def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) 
     """
     originals = live.named_parameters() if live is not None else ()
     record = Trace(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
-    mode = _Follower(record)
+    make_runs(model, Follower(record), runs)
+    record.runs = tuple(runs)
+    return record
+
+
+def make_runs(model: nn.Module, mode: Follower, runs: Sequence[Run]) -> None:
+    """Make every call of `runs` under `mode`. Raises `TracingError` when one fails."""
     with torch.no_grad(), watch(model, mode):
         for run in runs:
             try:
@@ -75,7 +82,6 @@ def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) 
                     f"the model could not be run on {', '.join(run.inputs)}: {type(error).__name__}: {error} "
                     f"[{mode.where(error.__traceback__)}]"
                 ) from error
-    return record
 
 
 def can_run(model: nn.Module, run: Run) -> bool:
@@ -88,7 +94,7 @@ def can_run(model: nn.Module, run: Run) -> bool:
     return True
 
 
-class _Follower(HollowMode):
+class Follower(HollowMode):
     """Executes each operation, then works out what became of the gains in its inputs."""
 
     def __init__(self, record: Trace) -> None:
@@ -146,14 +152,14 @@ class _Follower(HollowMode):
         result: Any,
     ) -> None:
         self.interior.read(base, tensors)
-        if base == "set" or (base != "lift_fresh" and _is_view(tensors, result, func)):
+        if base == "set" or (base != "lift_fresh" and is_view(tensors, result, func)):
             return
         carrying = self._carrying(tensors, base)
         self._account_for_weights(base, args, tensors, result)
         if base in VALUE_FREE:
             return
-        number = isinstance(result, torch.Tensor) and result.ndim == 0 and base in _OF_NUMBERS
-        if not (carrying or number or base in _ALWAYS or base in PRODUCTS):
+        number = isinstance(result, torch.Tensor) and result.ndim == 0 and base in OF_NUMBERS
+        if not (carrying or number or base in ALWAYS or base in PRODUCTS):
             self._write(result, None)  # plain data, also where it was written over what had a shadow, such as zeros
             return
         rule = RULES.get(base)
@@ -325,9 +331,9 @@ class _Follower(HollowMode):
 # What is also done with weights only to compare where they lie.
 _LOOK_ONLY = {"data_ptr", "untyped_storage"}
 # Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
-_ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill", "lift_fresh", "scalar_tensor", "full"}
+ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill", "lift_fresh", "scalar_tensor", "full"}
 # The same for single numbers, so that a literal zero is still known after a cast.
-_OF_NUMBERS = {"_to_copy", "clone", "mul"}
+OF_NUMBERS = {"_to_copy", "clone", "mul"}
 
 
 def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
@@ -336,7 +342,7 @@ def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
     return "non-linear", f"the operation {base} is not linear in it"
 
 
-def _is_view(tensors: list[torch.Tensor], result: Any, func: Any) -> bool:
+def is_view(tensors: list[torch.Tensor], result: Any, func: Any) -> bool:
     """The result shares the storage of an input and nothing was written: its shadow is there already."""
     if func._schema.is_mutable:
         return False

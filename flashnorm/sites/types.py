@@ -15,7 +15,8 @@ MultiplyOrder = Literal["after_cast", "before_cast", "unknown"]
 class GainConvention:
     """How a norm module turns its weight into a gain, read off by probing the module.
 
-    The module computes `(x - m) / rms * (offset + weight) + bias`, with `m` the mean when `subtracts_mean`.
+    The module computes `(x - m) / rms * (offset + weight) + bias`, with `m` the mean when `subtracts_mean`, or, when it
+    `saturates`, `tanh(alpha * x) * (offset + weight) + bias`: dynamic tanh (DyT, Zhu et al., arXiv:2503.10622).
     """
 
     offset: float  # 0.0: plain (gain = weight); 1.0: one-plus (gain = 1 + weight)
@@ -26,6 +27,7 @@ class GainConvention:
     multiply: MultiplyOrder  # is the gain applied before or after casting to the activation's dtype
     group_size: int  # channels that share one RMS; the width of the norm unless it is a grouped norm
     gated: bool  # a second tensor (a gate) multiplies the result, before or after the norm
+    saturates: bool = False  # DyT: no norm, and no epsilon; groups of one channel
 
     @property
     def identity(self) -> float:
@@ -33,10 +35,15 @@ class GainConvention:
         return 1.0 - self.offset
 
     @property
+    def kind(self) -> str:
+        if self.saturates:
+            return "DyT"
+        return "LayerNorm" if self.subtracts_mean else "RMSNorm"
+
+    @property
     def name(self) -> str:
-        kind = "LayerNorm" if self.subtracts_mean else "RMSNorm"
         gain = {0.0: "w", 1.0: "1+w"}.get(self.offset, f"{self.offset:g}+w")
-        return f"{kind} {gain}{' +bias' if self.has_bias else ''}{' gated' if self.gated else ''}"
+        return f"{self.kind} {gain}{' +bias' if self.has_bias else ''}{' gated' if self.gated else ''}"
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,6 @@ class ClampedGain(LayerScale):
         AbsoluteGain(),
         ClampedGain(),
         LayerScale(),
-        DynamicTanh(),
         Sign(),
         SquaredGain(),
         nn.GELU(),
@@ -166,6 +165,12 @@ class ClampedGain(LayerScale):
 )
 def test_what_is_not_a_norm_is_not_taken_for_one(module):
     assert found(module) is None
+
+
+def test_a_dynamic_tanh_is_taken_for_what_it_is():
+    convention = found(DynamicTanh()).convention
+    assert convention.saturates
+    assert (convention.kind, convention.offset, convention.has_bias, convention.group_size) == ("DyT", 0.0, False, 1)
 
 
 def test_modules_with_matrices_are_no_candidates():

@@ -1,0 +1,406 @@
+"""Follows the scalar of every norm, one number per token, until another norm takes it out or something stops it.
+
+A norm divides a token's row by one number r, its RMS. Left out, r multiplies everything that is computed from the row
+by linear means; a second norm divides it out again (`algebra.carried_epsilon`). So the same shadows that follow gains
+follow these scalars: a code names the token whose r multiplies an element. Beside them runs a second set of shadows
+that says which output channel of which reader an element comes from, so that a stop is charged to those channels alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from flashnorm import algebra
+from flashnorm.sites.arrangement import Arrangement, arrangement_of
+from flashnorm.sites.contractions import PRODUCTS, attended
+from flashnorm.sites.inputs import Run
+from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
+from flashnorm.sites.probing import NormProbe
+from flashnorm.sites.scalar_record import Absorbed, Members, ScalarTrace, Stopped, unite
+from flashnorm.sites.scalar_rules import REASONS, product
+from flashnorm.sites.shadow import Conflict, Numbering, Shadows, constant_along, tagged
+from flashnorm.sites.tracing import ALWAYS, OF_NUMBERS, Follower, Trace, is_view, make_runs
+from flashnorm.sites.weights import Ledger, Located, Read
+
+
+def trace_scalars(model: nn.Module, runs: tuple[Run, ...], live: nn.Module | None = None) -> ScalarTrace:
+    """Make every call of `runs` on a hollow model. `live`: as for `tracing.trace`. Raises `TracingError`."""
+    originals = live.named_parameters() if live is not None else ()
+    record = Trace(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
+    mode = ScalarFollower(record)
+    with _arguments_told(model, mode):
+        make_runs(model, mode, runs)
+    return mode.found
+
+
+@contextmanager
+def _arguments_told(model: nn.Module, mode: ScalarFollower) -> Iterator[None]:
+    """Inside, `mode` is told what the modules that own a matrix are called with and what they return."""
+    handles = []
+    for name, module in model.named_modules():
+        if any(p.ndim > 1 for p in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(_told(mode.feed, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(_told(mode.returned, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _told(tell: Callable[..., None], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, *what: Any) -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            tell(name, *what)
+
+    return hook
+
+
+class _Layer:
+    """One of the two sets of shadows, as the rules of `operations` see it."""
+
+    def __init__(self, follower: ScalarFollower, shadows: Shadows) -> None:
+        self.shadows, self._follower = shadows, follower
+
+    @property
+    def number_read(self) -> bool:
+        return self._follower.number_read
+
+    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.shadows.get(tensor)
+
+    def locate(self, tensor: torch.Tensor) -> Located | None:
+        return self._follower.locate(tensor)
+
+    def read(self, located: Located, dim: int, codes: torch.Tensor, read: Read) -> bool:
+        raise AssertionError("products have rules of their own here")
+
+    def read_as(self, op: str, bias: torch.Tensor | None, pure: bool) -> Read:
+        raise AssertionError("products have rules of their own here")
+
+
+class ScalarFollower(Follower):
+    """`shadows` hold tokens, `origins` hold channels of readers; both are of one shape and move together."""
+
+    def __init__(self, record: Trace) -> None:
+        super().__init__(record)
+        self.origins = Shadows()
+        self.found = ScalarTrace(record.model, record.probes, record.called)
+        self._channels = Numbering()
+        self._merged: dict[str, Members] = {}  # name of a code that stands for many channels -> those
+        self._calls: Counter[str] = Counter()
+        self._lead: dict[str, torch.Size] = {}  # norm -> the token axes of its latest call
+        self._inputs: dict[str, torch.Tensor] = {}  # norm that runs -> what it was called with
+        self._feeding: dict[str, str | None] = {}  # reader -> the norm whose output its latest call got
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def _follow(
+        self,
+        func: Any,
+        base: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        result: Any,
+    ) -> None:
+        if base == "set" or (base != "lift_fresh" and is_view(tensors, result, func)):
+            return
+        carrying = self._carrying(tensors, base)
+        self._account_for_weights(base, args, tensors, result)
+        if base in VALUE_FREE:
+            return
+        number = isinstance(result, torch.Tensor) and result.ndim == 0 and base in OF_NUMBERS
+        if not (carrying or number or base in ALWAYS):
+            self._put(result, None, None)
+            return
+        tokens, origins = None, None
+        try:
+            tokens = self._tokens(base, func, args, kwargs, result)
+            origins = self._origins(base, func, args, kwargs, result, carrying, tokens)
+            if tokens is not None and PRODUCTS.get(base) is not None:  # what the product gives is charged with its bias
+                self._put(result, tokens, origins)
+                raise Blocked("bias", "a bias is added to it")
+        except Blocked as blocked:
+            charged = [result] if blocked.kind == "bias" else carrying
+            self._stop(charged, REASONS.get(blocked.kind, str(blocked)), base)
+            tokens = None
+        except Conflict:  # bits read as another dtype: stopped where the operands were looked at
+            tokens = None
+        self._put(result, tokens, origins)
+
+    def _tokens(self, base: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        call = Call(func, args, kwargs, result, _Layer(self, self.shadows))
+        if base in PRODUCTS:
+            return product(base, call)
+        rule = RULES.get(base)
+        if rule is attended:
+            raise Blocked("attention", "attention is homogeneous in no query or key, and mixes the tokens of values")
+        if rule is None:
+            raise Blocked("non-linear", f"the operation {base} is not homogeneous in it")
+        return rule(call)
+
+    def _origins(
+        self,
+        base: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        carrying: list[torch.Tensor],
+        tokens: Any,
+    ) -> Any:
+        if base in PRODUCTS:
+            return self._read(args[1:] if PRODUCTS[base] is not None else args, result, carrying)
+        try:
+            return RULES[base](Call(func, args, kwargs, result, _Layer(self, self.origins)))
+        except (Blocked, Conflict):  # a sum over channels of one token, say: what comes out is of all of them
+            code = self._code_of(self._members(carrying))
+            parts = tokens if isinstance(tokens, (list, tuple)) else [tokens]
+            return [torch.where(part > 0, code, part) for part in parts if part is not None]
+
+    def _read(
+        self, operands: tuple[Any, ...], result: torch.Tensor, carrying: list[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """A product with a weight: the first one gives its outputs their origin, later ones mix what they are given."""
+        if not carrying:
+            return None
+        members = self._members(carrying)
+        norms = self._norms(carrying)
+        if any(reader for _, reader in members) or len(norms) != 1:
+            return self._code_of(members).expand(result.shape)
+        norm = norms[0]
+        reader = self.path[-1] if self.path else ""
+        weight = self.locate(operands[1])
+        if weight is None:
+            raise Blocked("not-a-reader", "it is not the left factor of a product with a stored weight")
+        walk = weight.axes[-1]  # a product's second operand is (..., in, out)
+        width = self.record.ledger.usage[weight.name].shape[walk[0]] if walk else result.shape[-1]
+        start, step = (walk[1], walk[2]) if walk else (0, 1)
+        if self.found.widths.setdefault((norm, reader), width) != width:
+            raise Blocked("not-a-reader", "a module multiplies it by several weights")
+        codes = self._channels.codes(f"{norm}>{reader}", width)
+        return codes[start : start + step * result.shape[-1] : step].expand(result.shape)
+
+    def _put(self, result: Any, tokens: Any, origins: Any) -> None:
+        for shadows, codes in ((self.shadows, tokens), (self.origins, origins if tokens is not None else None)):
+            parts = list(codes) if isinstance(codes, (tuple, list)) else [codes]
+            for position, tensor in enumerate(results(result)):
+                part = parts[position] if position < len(parts) else None
+                plain = torch.zeros((), dtype=torch.int32).expand(tensor.shape)
+                with suppress(Conflict):
+                    shadows.put(tensor, plain if part is None else part.expand(tensor.shape))
+
+    def _carrying(self, tensors: list[torch.Tensor], base: str) -> list[torch.Tensor]:
+        carrying = []
+        for tensor in tensors:
+            try:
+                if tagged(self.shadows.get(tensor)):
+                    carrying.append(tensor)
+            except Conflict as conflict:
+                self._stop([tensor], str(conflict), base)
+        return carrying
+
+    # --- what is found ----------------------------------------------------------------------------------------------
+
+    def _norms(self, carrying: list[torch.Tensor]) -> list[str]:
+        """The norms whose scalars multiply parts of these tensors."""
+        names: dict[str, None] = {}
+        for tensor in carrying:
+            for name in self.record.numbering.norms_in(_codes(self.shadows, tensor)):
+                names[name.rpartition("#")[0]] = None
+        return list(names)
+
+    def _members(self, carrying: list[torch.Tensor]) -> Members:
+        """The channels of readers that these tensors come from; all of a norm's where an element does not say which."""
+        members: Members = {}
+        for tensor in carrying:
+            codes = _codes(self.origins, tensor)
+            if bool(((_codes(self.shadows, tensor) > 0) & (codes <= 0)).any()):
+                unite(members, {(norm, ""): torch.ones(1, dtype=torch.bool) for norm in self._norms([tensor])})
+            for name in self._channels.norms_in(codes):
+                if name in self._merged:
+                    unite(members, self._merged[name])
+                    continue
+                norm, _, reader = name.partition(">")
+                channels = self._channels.channels_of(name, torch.unique(codes))
+                mask = torch.zeros(self._channels.width(name), dtype=torch.bool)
+                mask[channels[channels >= 0]] = True
+                unite(members, {(norm, reader): mask})
+        return members
+
+    def _code_of(self, members: Members) -> torch.Tensor:
+        """A code that stands for many channels."""
+        name = f"*{len(self._merged)}"
+        self._merged[name] = members
+        return self._channels.codes(name, 1)[0]
+
+    def _stop(self, carrying: list[torch.Tensor], reason: str, op: str, where: str | None = None) -> None:
+        for tensor in carrying:
+            self.found.stopped.append(Stopped(self._members([tensor]), f"{reason} [{op}, {where or self.where()}]"))
+
+    def feed(self, reader: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module that owns a matrix is called: with a norm's output as it is, or with something else."""
+        first = next((t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)), None)
+        norm = self._whole_output(first) if args and first is args[0] else None
+        self.found.fed[reader].add(norm)
+        self._feeding[reader] = norm
+
+    def _whole_output(self, tensor: torch.Tensor | None) -> str | None:
+        """The norm whose latest output `tensor` is, token by token in the same axes."""
+        with suppress(Conflict):
+            if tensor is None or not tagged(self.shadows.get(tensor)):
+                return None
+            readings = list(self._members([tensor]))
+            if len(readings) == 1 and not readings[0][1] and self._in_order(readings[0][0], tensor):
+                return readings[0][0]
+        return None
+
+    def _in_order(self, norm: str, tensor: torch.Tensor) -> bool:
+        """Row after row of `tensor` carries the scalar of token after token of the norm's latest call."""
+        lead = self._lead[norm]
+        if tensor.shape[:-1] != lead:
+            return False
+        expected = torch.arange(lead.numel()).view(*lead, 1)
+        return bool((self._latest(norm, _codes(self.shadows, tensor)) == expected).all())
+
+    def _latest(self, norm: str, codes: torch.Tensor) -> torch.Tensor:
+        return self.record.numbering.channels_of(f"{norm}#{self._calls[norm]}", codes)
+
+    def returned(self, reader: str, args: Any, output: Any) -> None:
+        """A reader returned: are its outputs its channels in order, so that some of them can be scaled there?"""
+        norm = self._feeding.get(reader)
+        width = self.found.widths.get((norm or "", reader))
+        if norm is None or width is None or not isinstance(output, torch.Tensor) or output.shape[-1] != width:
+            return
+        channels = self._channels.channels_of(f"{norm}>{reader}", _codes(self.origins, output))
+        if self._in_order(norm, output) and bool((channels == torch.arange(width)).all()):
+            self.found.whole.add(reader)
+
+    # --- norms ------------------------------------------------------------------------------------------------------
+
+    def enter_norm(self, norm: str, inputs: Any) -> None:
+        tensors = [t for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor)]
+        if self.interior.norm is None:
+            first = next(t for t in tensors if t.is_floating_point())
+            self._inputs[norm] = first
+            if inputs[1] or len(inputs[0]) != 1:
+                self.irregular(norm, "it is called with more than its input")
+            self._enter(norm, first, [t for t in tensors if t is not first])
+        self.interior.enter(norm, tensors)
+
+    def _enter(self, norm: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:
+        self._stop(self._carrying(others, "norm"), "it is a second argument of a norm", "norm")
+        carrying = self._carrying([x], "norm")
+        if not carrying:
+            self.found.plain.add(norm)
+            return
+        norms = self._norms(carrying)
+        arrangement = self._arrangement(norms[0], x) if len(norms) == 1 else None
+        problem = _not_absorbing(self.record.probes[norm], x)
+        if arrangement is None:
+            problem = problem or "it reaches a norm whose rows do not each carry the scalar of one token"
+        if problem is not None or arrangement is None:
+            self.found.plain.add(norm)
+            self._stop(carrying, problem or "", f"norm {norm}")
+            return
+        self.found.absorbed.append(Absorbed(norm, norms[0], arrangement, self._members(carrying)))
+
+    def _arrangement(self, norm: str, x: torch.Tensor) -> Arrangement | None:
+        try:
+            rows = constant_along(_codes(self.shadows, x), [-1])
+        except Conflict:
+            return None
+        return arrangement_of(self._latest(norm, rows)[..., 0], self._lead[norm])
+
+    def leave_norm(self, norm: str, output: Any) -> None:
+        self.interior.leave(output)
+        if self.interior.norm is not None:
+            return
+        x = self._inputs.pop(norm)
+        problem = _not_one_scalar(self.record.probes[norm], x)
+        if problem is not None:
+            self.irregular(norm, problem)
+            return
+        if not isinstance(output, torch.Tensor) or output.shape != x.shape:
+            self.irregular(norm, "it does not return one tensor of its input's shape")
+            return
+        with _disable_current_modes():
+            as_found = self._is_as_found(norm, x, output)
+        if not as_found:
+            self.irregular(norm, "it multiplies by more than its gain")
+        if self.record.probes[norm].convention.has_bias:
+            self.found.biased.add(norm)
+            return
+        self._calls[norm] += 1
+        self._lead[norm] = lead = output.shape[:-1]
+        codes = self.record.numbering.codes(f"{norm}#{self._calls[norm]}", lead.numel())
+        self.shadows.put(output, codes.view(*lead, 1).expand(output.shape))
+        self.origins.put(output, self._channels.codes(f"{norm}>", 1).expand(output.shape))
+
+    def _is_as_found(self, norm: str, x: torch.Tensor, output: torch.Tensor) -> bool:
+        """Whether the norm has returned what its convention says, up to roundings of float32.
+
+        An L2 norm, say, is one whose rows have another RMS than one. Where the input is at the level of an epsilon that
+        is known to five digits, those come in.
+        """
+        found, module = self.record.probes[norm], self.record.model.get_submodule(norm)
+        core = algebra.layer_norm_core if found.convention.subtracts_mean else algebra.rms_norm
+        expected = core(x, found.convention.eps)
+        if found.weight is not None:
+            expected = expected * (module.get_parameter(found.weight) + found.convention.offset)
+        if found.bias is not None:
+            expected = expected + module.get_parameter(found.bias)
+        return bool((expected - output).abs().max() <= 1e-4 * output.abs().max())
+
+    def _follow_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
+        self._stop(self._carrying(self.interior.hidden(tensors), base), "it is used inside of another norm", base)
+        for name in self.interior.follow(base, tensors, results(result)):
+            if name in self.record.ledger.usage:
+                self.record.ledger.use(name, base, self.where())
+
+    def irregular(self, norm: str, detail: str, op: str = "") -> None:
+        self.found.irregular[norm] = detail
+
+    def leaves_torch(self, op: str, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            self._stop(self._carrying([tensor], op), "its values are taken out of PyTorch", op)
+
+    def leave_model(self, output: Any) -> None:
+        if isinstance(output, dict):
+            output = output["logits"] if "logits" in output else list(output.values())
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+        self._stop(self._carrying(tensors, "return"), "it is an output of the model", "return", "the model")
+
+
+def _not_absorbing(found: NormProbe, x: torch.Tensor) -> str | None:
+    reason = _not_one_scalar(found, x)
+    return reason and f"it reaches a norm that cannot take it out: {reason}"
+
+
+def _not_one_scalar(found: NormProbe, x: torch.Tensor) -> str | None:
+    convention = found.convention
+    if convention.gated:
+        return "it takes a gate beside its input"
+    if convention.eps_placement not in ("inside_sqrt", "none") or convention.eps != convention.eps:
+        return "its epsilon does not stand inside the square root"
+    if convention.group_size != x.shape[-1]:
+        return "it does not divide a row by one number"
+    return None
+
+
+def _codes(shadows: Shadows, tensor: torch.Tensor) -> torch.Tensor:
+    """The shadow of a tensor, or of everything that lies in its storage where its bits are read as another dtype."""
+    try:
+        codes = shadows.get(tensor)
+    except Conflict:
+        return shadows.of_storage(tensor)
+    return torch.zeros(tensor.shape, dtype=torch.int32) if codes is None else codes
