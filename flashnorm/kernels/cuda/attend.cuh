@@ -1,35 +1,33 @@
 // Attention of one new token against the cache, shared out among blocks by key head and by stretches of the sequence.
 //
 // Cached keys and values come through the ring like weights, for they do not depend on the token either. A block norms
-// and rotates the heads that it needs itself. For every slot of keys and one of values, groups of LANES lanes take the
-// products of their tokens with all query heads that share the key head; a warp for each query head turns them into
-// weights; then threads that own two channels each mix the values. Blocks join their stretches in a fixed order: the
-// block of the first one, which also takes the new token and writes it to the cache for the steps to come.
+// and rotates the heads that it needs itself. Each warp takes eight tokens at a time: their scores with all query heads
+// that share the key head, on the tensor cores; their weights; and the mixture of their values, two channels a lane. What the
+// warps have seen is joined at the end, and so are the stretches, in a fixed order: by the block of the first one,
+// which also takes the new token and writes it to the cache for the steps to come.
 // Macros: HEADS, KV_HEADS, HEAD_DIM, ROTARY (half the turning channels), INTERLEAVED, CAPPED, STRETCH (tokens that are
 // worth a block).
 
-constexpr int SHARING = HEADS / KV_HEADS;  // query heads of one key head
-constexpr int HEAD_VECTORS = HEAD_DIM / EIGHT;
-constexpr int LANES = HEAD_VECTORS % 32 == 0 ? 32 : HEAD_VECTORS % 16 == 0 ? 16 : HEAD_VECTORS % 8 == 0 ? 8 :
-                      HEAD_VECTORS % 4 == 0 ? 4 : HEAD_VECTORS % 2 == 0 ? 2 : 1;
-constexpr int OWN = HEAD_VECTORS / LANES;  // vectors of a lane
-constexpr int SUBS = THREADS / LANES;
-constexpr int TOKENS = SLOT / 2 / HEAD_DIM;           // of keys, or of values, in a slot
-constexpr int SPAN = (HEAD_DIM + WARP - 1) / WARP;    // channels of a lane where a warp has one head
-constexpr int PAIRS = SHARING * HEAD_DIM / 2;         // of output channels of a key head
-constexpr int OF_THREAD = (PAIRS + THREADS - 1) / THREADS;
-constexpr int MIXERS = PAIRS < THREADS ? THREADS / PAIRS : 1;  // threads that share a pair, and the tokens
-constexpr int SCORES = (TOKENS + 1 + 3) / 4 * 4;               // with the new token
+constexpr int SHARING = HEADS / KV_HEADS;                                 // query heads of one key head
+constexpr int HEAD_BLOCKS = (HEAD_DIM + BLOCK - 1) / BLOCK;               // of channels
+constexpr int SPAN = (HEAD_DIM + WARP - 1) / WARP;                        // channels of a lane where a warp has one head
+constexpr int LANE_PAIRS = (SPAN + 1) / 2;                                // pairs of channels of a lane
+constexpr int TOKENS = SLOT / 2 / HEAD_DIM;                               // of keys, or of values, in a slot
+constexpr int AT_ONCE = 8;                                                // tokens of a warp, and most heads
+constexpr int PAIRS = SHARING * HEAD_DIM / 2;                             // of output channels of a key head
 constexpr int PART_WORDS = KV_HEADS * PAIRS * 2;  // of one stretch: sums; and as many: highest score, sum of weights
 #define NOTHING __int_as_float(0xFF800000)        // minus infinity: the score of what is not there
-static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS > 0 && SHARING <= WARPS, "does not divide");
+static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS >= AT_ONCE && SHARING <= AT_ONCE, "does not fit");
 
 struct Heads {
-    alignas(16) float raw[SHARING + 2][HEAD_DIM];   // q, k, v
-    alignas(16) u16 fresh[2][HEAD_DIM];             // k and v as the cache holds them
-    alignas(16) float scores[SHARING][SCORES];      // then weights
-    float faded[SHARING], best[SHARING], total[SHARING], mixed[MIXERS][PAIRS][2];
+    alignas(16) float raw[SHARING + 1][HEAD_DIM];            // q and k
+    alignas(16) u16 q[SHARING][HEAD_DIM], fresh[2][HEAD_DIM];  // ready; k and v as the cache holds them
+    alignas(16) float weights[WARPS][AT_ONCE][AT_ONCE];      // of tokens, by head
+    alignas(16) float faded[WARPS][AT_ONCE];                 // what is left of the sums so far, by head
+    float best[WARPS][AT_ONCE], total[WARPS][AT_ONCE];       // highest score, sum of weights
 };
+
+typedef float Mixed[WARPS][PAIRS][2];
 
 // What the tokens [start, stop) of the cache are to one block; `stretches` of them make the sequence.
 struct Stretch {
@@ -58,21 +56,6 @@ __device__ __forceinline__ long long cached(const Step& step, const Place& place
     return place.slot * step.slot_stride + head * step.head_stride + (long long)token * HEAD_DIM;
 }
 
-__device__ __forceinline__ void stream_cache(
-    Filler& filler, const Step& step, const Layer& layer, const Place& place) {
-    const int stretches = stretches_of(layer, place.position);
-#pragma unroll 1
-    for (int index = blockIdx.x; index < KV_HEADS * stretches; index += gridDim.x) {
-        const Stretch own = stretch_of(layer, place.position, stretches, index);
-        long long from = cached(step, place, own.head, own.start);
-#pragma unroll 1
-        for (int left = own.stop - own.start; left > 0; left -= TOKENS, from += TOKENS * HEAD_DIM)
-#pragma unroll 1
-            for (int part = 0; part < 2; part++)
-                filler.fill((part ? layer.values : layer.keys) + from, min(TOKENS, left) * HEAD_DIM * 2, 1, 0);
-    }
-}
-
 __device__ __forceinline__ float rounded(float value) { return widened(packed(value, 0) & 0xFFFF); }
 
 // What a lane of a warp that has one head turns its channels by.
@@ -92,8 +75,9 @@ struct Angles {
     }
 };
 
-// One warp norms and turns one head in place.
-__device__ __forceinline__ void prepare_head(float* head, const float* gain, float eps, const Angles& angles) {
+// One warp norms and turns one head.
+__device__ __forceinline__ void prepare_head(
+    float* head, u16* ready, const float* gain, float eps, const Angles& angles) {
     const int lane = threadIdx.x % WARP;
     float own[SPAN], squares = 0;
 #pragma unroll
@@ -117,34 +101,35 @@ __device__ __forceinline__ void prepare_head(float* head, const float* gain, flo
         const int d = lane + i * WARP;
         const int partner = INTERLEAVED ? d ^ 1 : d < ROTARY ? d + ROTARY : d - ROTARY;
         if (d < 2 * ROTARY) own[i] = fmaf(head[partner], angles.sin[i], own[i] * angles.cos[i]);
+        if (d < HEAD_DIM) ready[d] = packed(own[i], 0);
     }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < SPAN; i++)
-        if (lane + i * WARP < HEAD_DIM) head[lane + i * WARP] = rounded(own[i]);
-    __syncwarp();
 }
 
 // q, k and v of a key head, from their words, ready for use.
 __device__ __forceinline__ void fetch_heads(
     Heads& heads, const u64* words, u32 epoch, const Layer& layer, int head, const Angles& angles) {
-#pragma unroll 1
-    for (int i = threadIdx.x * 2; i < (SHARING + 2) * HEAD_DIM; i += THREADS * 2) {
-        const int which = i / HEAD_DIM, d = i % HEAD_DIM;
+    constexpr int ALL = (SHARING + 2) * HEAD_DIM / 2, OWN = (ALL + THREADS - 1) / THREADS;
+    u32 data[OWN][2];
+    const auto element = [](int i) { return 2 * ((int)threadIdx.x + i * THREADS); };
+    const auto place = [&](int i) {
+        const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
         const int row = which < SHARING ? head * SHARING + which : HEADS + (which - SHARING) * KV_HEADS + head;
-        u32 data[1][2];
-        receive(words + row * HEAD_DIM + d, 0, 1, epoch, data);
-        heads.raw[which][d] = __uint_as_float(data[0][0]), heads.raw[which][d + 1] = __uint_as_float(data[0][1]);
+        return words + row * HEAD_DIM + d;
+    };
+    receive(place, (ALL - (int)threadIdx.x + THREADS - 1) / THREADS, epoch, data);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
+        const float low = __uint_as_float(data[i][0]), high = __uint_as_float(data[i][1]);
+        if (which <= SHARING) *(float2*)&heads.raw[which][d] = make_float2(low, high);
+        if (which == SHARING + 1) *(u32*)&heads.fresh[1][d] = packed(low, high);
     }
     sync_consumers();
 #pragma unroll 1
-    for (int which = threadIdx.x / WARP; which < SHARING + 2; which += WARPS) {
+    for (int which = threadIdx.x / WARP; which <= SHARING; which += WARPS) {
         const bool query = which < SHARING;
-        if (which <= SHARING)
-            prepare_head(heads.raw[which], query ? layer.q_gain : layer.k_gain, query ? layer.q_eps : layer.k_eps, angles);
-#pragma unroll 1
-        for (int d = threadIdx.x % WARP; !query && d < HEAD_DIM; d += WARP)
-            heads.fresh[which - SHARING][d] = packed(heads.raw[which][d], 0);
+        prepare_head(heads.raw[which], query ? heads.q[which] : heads.fresh[0], query ? layer.q_gain : layer.k_gain,
+                     query ? layer.q_eps : layer.k_eps, angles);
     }
     sync_consumers();
 }
@@ -153,113 +138,79 @@ __device__ __forceinline__ float weight_of(float score, float best) {
     return __expf(score - (best == NOTHING ? 0 : best));  // 0 where nothing was seen
 }
 
-__device__ __forceinline__ float dot(uint4 left, const float (&right)[EIGHT], float sum) {
-    const u32 pairs[4] = {left.x, left.y, left.z, left.w};
-    float other = 0;  // two chains
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        sum = fmaf(low_of(pairs[i]), right[2 * i], sum);
-        other = fmaf(high_of(pairs[i]), right[2 * i + 1], other);
-    }
-    return sum + other;
-}
+// What a warp has seen so far. Its lane 4 t + i holds scores of heads 2 i and 2 i + 1 with the tokens t, t + 8, …; and
+// pairs of channels of all heads.
+struct Seen {
+    float best[2] = {NOTHING, NOTHING}, total[2] = {}, mixed[SHARING][LANE_PAIRS][2] = {};
+};
 
-// Sums of N values at once over every LANES neighbouring lanes, both powers of two: the first of `values` becomes that
-// of value `value_of_lane<N>()`, and where N > LANES the next ones those of the values behind it.
-template <int N>
-__device__ __forceinline__ void sum_of_each(float (&values)[N]) {
-    int apart = 1;
+__device__ __forceinline__ float highest_of_tokens(float value) {
 #pragma unroll
-    for (int half = N / 2; half >= 1 && apart < LANES; half /= 2, apart *= 2)
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            const bool upper = threadIdx.x & apart;
-            const float mine = upper ? values[i + half] : values[i], theirs = upper ? values[i] : values[i + half];
-            values[i] = mine + __shfl_xor_sync(~0u, theirs, apart);
-        }
-#pragma unroll
-    for (; apart < LANES; apart *= 2) values[0] += __shfl_xor_sync(~0u, values[0], apart);
-}
-
-template <int N>
-__device__ __forceinline__ int value_of_lane() {
-    int value = 0, bit = 1;
-#pragma unroll
-    for (int half = N / 2; half >= 1 && bit < LANES; half /= 2, bit *= 2)
-        if (threadIdx.x & bit) value += half;
+    for (int apart = 4; apart < WARP; apart *= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, apart));
     return value;
 }
 
-// The products of `count` keys, and of the new one where `fresh`, with all query heads.
-__device__ __forceinline__ void score(
-    Heads& heads, const float (&q)[SHARING][OWN][EIGHT], const uint4* keys, int count, bool fresh, float scale,
-    float softcap) {
-    constexpr int N = SHARING > 4 ? 8 : SHARING > 2 ? 4 : SHARING;
-    const int lane = threadIdx.x % LANES;
-#pragma unroll 1
-    for (int begin = 0; begin < count + fresh; begin += SUBS) {
-        const int token = begin + threadIdx.x / LANES;
-        const uint4* key = token < count ? keys + token * HEAD_VECTORS : (const uint4*)heads.fresh[0];
-        float sums[N] = {};
+__device__ __forceinline__ float sum_of_tokens(float value) {
 #pragma unroll
-        for (int v = 0; v < OWN; v++) {
-            const uint4 vector = key[v * LANES + lane];
-#pragma unroll
-            for (int g = 0; g < SHARING; g++) sums[g] = dot(vector, q[g][v], sums[g]);
-        }
-        sum_of_each(sums);
-        constexpr int LEFT = N > LANES ? N / LANES : 1;
-#pragma unroll
-        for (int i = 0; i < LEFT; i++) {
-            const int g = value_of_lane<N>() + i;
-            sums[i] *= scale;
-            if (CAPPED) sums[i] = softcap * tanhf(sums[i] / softcap);
-            if (lane < N && g < SHARING && token < count + fresh) heads.scores[g][token] = sums[i];
-        }
-    }
+    for (int apart = 4; apart < WARP; apart *= 2) value += __shfl_xor_sync(~0u, value, apart);
+    return value;
 }
 
-// Scores to weights; `best` and `total` are those of this warp's query head so far.
-__device__ __forceinline__ void weigh(Heads& heads, int count, float& best, float& total) {
+// This lane's eight channels of block i of a head, zero beyond its end.
+__device__ __forceinline__ uint4 channels_of(const u16* head, int i) {
+    const int d = i * BLOCK + threadIdx.x % 4 * EIGHT;
+    return d < HEAD_DIM ? *(const uint4*)(head + d) : make_uint4(0, 0, 0, 0);
+}
+
+// The weights of up to eight tokens, left in shared memory.
+__device__ __forceinline__ void weigh(
+    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, int count, float scale, float softcap) {
+    const int warp = threadIdx.x / WARP, token = threadIdx.x % WARP / 4, head = threadIdx.x % 4 * 2;
+    const u16* key = keys + min(token, count - 1) * HEAD_DIM;
+    float c[2][4] = {}, weights[2], faded[2];
+#pragma unroll
+    for (int i = 0; i < HEAD_BLOCKS; i++) {
+        const uint4 k = channels_of(key, i);
+        multiply(c[0], make_uint4(k.x, 0, k.y, 0), q[i].x, q[i].y);  // eight rows are none
+        multiply(c[1], make_uint4(k.z, 0, k.w, 0), q[i].z, q[i].w);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float score = (c[0][i] + c[1][i]) * scale;
+        if (CAPPED) score = softcap * tanhf(score / softcap);
+        if (token >= count) score = NOTHING;
+        const float highest = fmaxf(seen.best[i], highest_of_tokens(score));
+        faded[i] = weight_of(seen.best[i], highest), weights[i] = weight_of(score, highest);
+        seen.best[i] = highest, seen.total[i] = seen.total[i] * faded[i] + weights[i];
+    }
+    *(float2*)&heads.weights[warp][token][head] = make_float2(weights[0], weights[1]);
+    if (token == 0) *(float2*)&heads.faded[warp][head] = make_float2(faded[0], faded[1]);
+    __syncwarp();
+}
+
+// The values of these tokens, mixed into those so far.
+__device__ __forceinline__ void mix(const Heads& heads, Seen& seen, const u32* values, int count) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    if (warp >= SHARING) return;
-    float* scores = heads.scores[warp];
-    float highest = best, sum = 0;
-#pragma unroll 1
-    for (int token = lane; token < count; token += WARP) highest = fmaxf(highest, scores[token]);
 #pragma unroll
-    for (int apart = 1; apart < WARP; apart *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, apart));
-#pragma unroll 1
-    for (int token = lane; token < count; token += WARP) sum += scores[token] = weight_of(scores[token], highest);
-    const float faded = weight_of(best, highest);
-    best = highest;
-    total = total * faded + sum_of_warp(sum);
-    if (lane == 0) heads.faded[warp] = faded, heads.best[warp] = best, heads.total[warp] = total;
-}
-
-// Weighted values of this thread's pairs of channels; `mixed` are those so far.
-__device__ __forceinline__ void mix(
-    const Heads& heads, float (&mixed)[OF_THREAD][2], const u32* values, int count, bool fresh) {
+    for (int g = 0; g < SHARING; g++)
 #pragma unroll
-    for (int i = 0; i < OF_THREAD; i++) {
-        const int mixer = threadIdx.x / PAIRS, pair = MIXERS > 1 ? threadIdx.x % PAIRS : threadIdx.x + i * THREADS;
-        if (mixer >= MIXERS || pair >= PAIRS) continue;
-        const int g = pair / (HEAD_DIM / 2), channels = pair % (HEAD_DIM / 2);
-        const float faded = heads.faded[g], *weights = heads.scores[g];
-        float low = mixed[i][0] * faded, high = mixed[i][1] * faded;
-#pragma unroll 4
-        for (int token = mixer; token < count; token += MIXERS) {
-            const u32 value = values[token * (HEAD_DIM / 2) + channels];
-            low = fmaf(weights[token], low_of(value), low);
-            high = fmaf(weights[token], high_of(value), high);
+        for (int i = 0; i < LANE_PAIRS; i++)
+            seen.mixed[g][i][0] *= heads.faded[warp][g], seen.mixed[g][i][1] *= heads.faded[warp][g];
+#pragma unroll
+    for (int token = 0; token < AT_ONCE; token++) {
+        const u32* value = values + min(token, count - 1) * (HEAD_DIM / 2);  // what is not there weighs nothing
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; i++) {
+            const int pair = min(lane + i * WARP, HEAD_DIM / 2 - 1);
+#pragma unroll
+            for (int g = 0; g < SHARING; g++) {
+                const float weight = heads.weights[warp][token][g];
+                seen.mixed[g][i][0] = fmaf(weight, low_of(value[pair]), seen.mixed[g][i][0]);
+                seen.mixed[g][i][1] = fmaf(weight, high_of(value[pair]), seen.mixed[g][i][1]);
+            }
         }
-        if (fresh && mixer == 0) {
-            const u32 value = ((const u32*)heads.fresh[1])[channels];
-            low = fmaf(weights[count], low_of(value), low);
-            high = fmaf(weights[count], high_of(value), high);
-        }
-        mixed[i][0] = low, mixed[i][1] = high;
     }
+    __syncwarp();  // the weights have been used
 }
 
 // A pair of channels joined with those of the other stretches; a few are asked for at once.
@@ -269,7 +220,8 @@ __device__ __forceinline__ u32 join_stretches(
 #pragma unroll 1
     for (int first = 1; first < stretches; first += BATCH) {
         u32 data[2 * BATCH][2];
-        receive(words + 2ll * first * PART_WORDS, PART_WORDS, 2 * min(BATCH, stretches - first), epoch, data);
+        const auto place = [&](int i) { return words + (2ll * first + i) * PART_WORDS; };
+        receive(place, 2 * min(BATCH, stretches - first), epoch, data);
         float highest = best;
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
@@ -289,77 +241,90 @@ __device__ __forceinline__ u32 join_stretches(
 
 // What a block found, to the words of attention's outputs, or to those of its stretch.
 __device__ __forceinline__ void publish(
-    const Heads& heads, const Words& to, const Stretch& own, int stretches, u32 epoch) {
+    const Heads& heads, const Mixed& mixed, const Words& to, const Stretch& own, int stretches, u32 epoch) {
 #pragma unroll 1
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
         const int g = pair / (HEAD_DIM / 2), channel = pair % (HEAD_DIM / 2) * 2;
-        float low = 0, high = 0;
+        float best = NOTHING, total = 0, low = 0, high = 0;
 #pragma unroll
-        for (int mixer = 0; mixer < MIXERS; mixer++)
-            low += heads.mixed[mixer][pair][0], high += heads.mixed[mixer][pair][1];
+        for (int warp = 0; warp < WARPS; warp++) best = fmaxf(best, heads.best[warp][g]);
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++) {
+            const float by = weight_of(heads.best[warp][g], best);
+            total = fmaf(by, heads.total[warp][g], total);
+            low = fmaf(by, mixed[warp][pair][0], low), high = fmaf(by, mixed[warp][pair][1], high);
+        }
         u64* words = to.parts + (own.head * PAIRS + pair) * 2;
         if (own.number) {
             words += 2ll * own.number * PART_WORDS;
             put_word(words, __float_as_uint(low), epoch);
             put_word(words + 1, __float_as_uint(high), epoch);
-            put_word(words + PART_WORDS, __float_as_uint(heads.best[g]), epoch);
-            put_word(words + PART_WORDS + 1, __float_as_uint(heads.total[g]), epoch);
+            put_word(words + PART_WORDS, __float_as_uint(best), epoch);
+            put_word(words + PART_WORDS + 1, __float_as_uint(total), epoch);
         } else {
-            const u32 both = join_stretches(heads.best[g], heads.total[g], low, high, words, stretches, epoch);
-            put_word(to.attended + pair_place((own.head * SHARING + g) * HEAD_DIM + channel), both, epoch);
+            const u32 both = join_stretches(best, total, low, high, words, stretches, epoch);
+            u64* attended = to.attended + ((own.head * SHARING + g) * HEAD_DIM + channel) / 2;
+#pragma unroll
+            for (int copy = 0; copy < COPIES; copy++) put_word(attended + copy * to.apart, both, epoch);
         }
     }
 }
 
 // One stretch of one key head.
 __device__ __forceinline__ void attend_stretch(
-    Ring& ring, Cursor& at, Heads& heads, const Layer& layer, int tokens, bool first) {
-    float q[SHARING][OWN][EIGHT], best = NOTHING, total = 0, mixed[OF_THREAD][2] = {};
+    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Layer& layer, int tokens, bool first) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const float scale = layer.scale, softcap = layer.softcap;
+    uint4 q[HEAD_BLOCKS];
+    Seen seen;
+#pragma unroll
+    for (int i = 0; i < HEAD_BLOCKS; i++)
+        q[i] = lane / 4 < SHARING ? channels_of(heads.q[min(lane / 4, SHARING - 1)], i) : make_uint4(0, 0, 0, 0);
+    const auto see = [&](const u16* keys, const u16* values, int count) {
+        weigh(heads, seen, q, keys, count, scale, softcap);
+        mix(heads, seen, (const u32*)values, count);
+    };
+#pragma unroll 1
+    for (int left = tokens; left > 0; left -= TOKENS) {
+        const int count = min(TOKENS, left);
+        const u16* keys = (const u16*)await(ring, at);
+        Cursor behind = at;
+        behind.advance();
+        const u16* values = (const u16*)await(ring, behind);
+#pragma unroll 1
+        for (int token = warp * AT_ONCE; token < count; token += WARPS * AT_ONCE)
+            see(keys + token * HEAD_DIM, values + token * HEAD_DIM, min(AT_ONCE, count - token));
+        done(ring, at), done(ring, at);
+    }
+    if (first && warp == WARPS - 1) see(heads.fresh[0], heads.fresh[1], 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        seen.total[i] = sum_of_tokens(seen.total[i]);
+        if (lane / 4 == 0) heads.best[warp][lane * 2 + i] = seen.best[i], heads.total[warp][lane * 2 + i] = seen.total[i];
+    }
 #pragma unroll
     for (int g = 0; g < SHARING; g++)
 #pragma unroll
-        for (int i = 0; i < OWN * EIGHT; i++)
-            q[g][i / EIGHT][i % EIGHT] = heads.raw[g][(i / EIGHT * LANES + threadIdx.x % LANES) * EIGHT + i % EIGHT];
-    const float scale = layer.scale, softcap = layer.softcap;
-#pragma unroll 1
-    for (int left = tokens;; left -= TOKENS) {
-        const int count = min(TOKENS, left);
-        const bool fresh = first && left <= TOKENS, old = count > 0;  // the new token comes with the last
-        Cursor behind = at;
-        behind.advance();
-        const uint4* keys = old ? (const uint4*)await(ring, at) : nullptr;
-        score(heads, q, keys, count, fresh, scale, softcap);
-        sync_consumers();
-        weigh(heads, count + fresh, best, total);
-        sync_consumers();
-        const u32* values = old ? (const u32*)await(ring, behind) : nullptr;
-        mix(heads, mixed, values, count, fresh);
-        if (old) done(ring, at), done(ring, at);
-        if (left <= TOKENS) break;
-        sync_consumers();  // the weights have been used
-    }
-#pragma unroll
-    for (int i = 0; i < OF_THREAD; i++) {
-        const int mixer = threadIdx.x / PAIRS, pair = MIXERS > 1 ? threadIdx.x % PAIRS : threadIdx.x + i * THREADS;
-        if (mixer < MIXERS && pair < PAIRS)
-            heads.mixed[mixer][pair][0] = mixed[i][0], heads.mixed[mixer][pair][1] = mixed[i][1];
-    }
+        for (int i = 0; i < LANE_PAIRS; i++)
+            if (lane + i * WARP < HEAD_DIM / 2)
+                *(float2*)mixed[warp][g * (HEAD_DIM / 2) + lane + i * WARP] =
+                    make_float2(seen.mixed[g][i][0], seen.mixed[g][i][1]);
     sync_consumers();
 }
 
 // This block's part of a layer's attention, from the words of q, k and v to the words of its outputs, in pairs.
 __device__ __forceinline__ void attend(
-    Ring& ring, Cursor& at, Heads& heads, const Step& step, const Words& words, const Layer& layer, const Place& place,
-    u32 epoch) {
+    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Step& step, const Words& words, const Layer& layer,
+    const Place& place, u32 epoch) {
     const int stretches = stretches_of(layer, place.position);
     if (blockIdx.x >= KV_HEADS * stretches) return;
     const Angles angles(layer, place.position);
 #pragma unroll 1
     for (int index = blockIdx.x; index < KV_HEADS * stretches; index += gridDim.x) {
         const Stretch own = stretch_of(layer, place.position, stretches, index);
-        fetch_heads(heads, words.qkv, epoch, layer, own.head, angles);
-        attend_stretch(ring, at, heads, layer, own.stop - own.start, own.number == 0);
-        publish(heads, words, own, stretches, epoch);
+        fetch_heads(heads, words.qkv + words.own, epoch, layer, own.head, angles);
+        attend_stretch(ring, at, heads, mixed, layer, own.stop - own.start, own.number == 0);
+        publish(heads, mixed, words, own, stretches, epoch);
         const long long here = cached(step, place, own.head, place.position);
 #pragma unroll 1
         for (int d = threadIdx.x; own.number == 0 && d < HEAD_DIM; d += THREADS)

@@ -17,10 +17,13 @@ from flashnorm.kernels.decode.reference import ACTIVATIONS
 from flashnorm.kernels.decode.shapes import StepShape
 
 _WARP, _EIGHT = 32, 8
-_MOST_HEADS = 8  # vectors of eight channels of query heads that a thread can hold
-_MOST_VECTORS = 8  # vectors of eight inputs of a linear that a thread can hold
+_WARPS, _COLUMNS = 8, 2048
+_PIECES = 8  # of rows, in a slot
+_MOST_SHARING = 8  # query heads of one key head
+_MOST_COLUMNS = 4096  # of a piece: a warp keeps its part of them in registers
+_MOST_CHANNELS = 2048  # of the query heads of one key head: a lane mixes two of every 64
 WAITING = ("slot", "words", "warps", "memory", "room", "in all")  # `enum Waiting` of ring.cuh
-_NAMES = ("program", "exchange", "ring", "matvec", "attend", "step")
+_NAMES = ("program", "exchange", "ring", "matvec", "attend", "stream", "step")
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,18 @@ class Ends:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the kernel is laid out: consuming warps, the ring, slots that are asked for at once, tokens of the cache that
-    are worth a block; and whether it counts what it waits for, which costs a little."""
+    """How the kernel is laid out: consuming warps, columns of a piece of a row (more only where eight pieces of a row
+    have more), the ring, slots that are asked for at once, slots that are asked into the L2 while the ring is full,
+    tokens of the cache that are worth a block, copies of what blocks hand each other; and whether it counts what it
+    waits for, which costs a little."""
 
     warps: int
+    columns: int
     ring: Ring
-    on_the_way: int = 4
-    stretch: int = 60
+    on_the_way: int = 2
+    ahead: int = 4
+    stretch: int = 64
+    copies: int = 4
     timed: bool = False
 
 
@@ -93,7 +101,7 @@ class DecodeStep:
         self._kernel = _kernel(shape, settings, device)
         blocks = min(self._kernel.multiprocessors, shape.inner // 2)  # each has some of the MLP's inside
         self._grid = Grid(blocks, _WARP * (settings.warps + 1), self._kernel.shared, together=True)
-        words = sum(_words(shape, settings.warps, blocks))
+        words = settings.copies * sum(_words(shape, blocks))
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # and how many blocks have left
         self._waited = torch.zeros((blocks if settings.timed else 0, len(WAITING)), dtype=torch.int64, device=device)
@@ -128,22 +136,28 @@ def refusal(shape: StepShape, device: torch.device) -> str | None:
         return "gains that are not folded could overflow fp16"
     if any(width % _EIGHT for width in (shape.hidden, shape.inner, shape.head_dim)):
         return "a width is no multiple of 8"
-    sharing, vectors = shape.heads // shape.kv_heads, shape.head_dim // _EIGHT
-    lanes = min(_WARP, vectors & -vectors)
-    if sharing * (vectors // lanes) > _MOST_HEADS or sharing > _MOST_HEADS:
+    sharing = shape.heads // shape.kv_heads
+    if sharing > _MOST_SHARING or sharing * shape.head_dim > _MOST_CHANNELS:
         return f"{sharing} query heads of {shape.head_dim} channels share a key head"
-    if _vectors(max(shape.inner, shape.hidden, shape.heads * shape.head_dim), _warps(shape)) > _MOST_VECTORS:
-        return f"a linear reads {max(shape.inner, shape.hidden)} inputs"
+    longest = max(_widths(shape), key=lambda width: _columns(width, _COLUMNS))
+    if _columns(longest, _COLUMNS) > _MOST_COLUMNS:
+        return f"a linear reads {longest} inputs"
+    if settings_for(shape).ring.stages < 2:
+        return "a linear's inputs leave no room for a ring of its weights"
     return None
 
 
 def settings_for(shape: StepShape) -> Settings:
-    """The layout with the largest slots of those that keep nearly the most bytes in flight."""
-    warps = _warps(shape)
-    rings = [_ring(shape, warps, columns) for columns in range(256, 2049, 64)]
-    held = {ring: _in_flight(shape, ring) for ring in rings}
-    enough = [ring for ring in held if held[ring] >= 0.85 * max(held.values())]
-    return Settings(warps, max(enough, key=lambda ring: ring.columns))
+    """The layout that was fastest for shapes of 0.1 to 8 billion parameters."""
+    return settings(shape, _WARPS, _COLUMNS)
+
+
+def settings(shape: StepShape, warps: int, columns: int) -> Settings:
+    """With a ring of as many slots as fit."""
+    slot = 2 * max(_PIECES * max(_columns(width, columns) for width in _widths(shape)), _PIECES * shape.head_dim)
+    slot = -(-slot // 128) * 128
+    others = shared_bytes(shape, Settings(warps, columns, Ring(slot, 0)))
+    return Settings(warps, columns, Ring(slot, (SHARED_MEMORY - others) // (slot + 16)))
 
 
 def source(shape: StepShape, settings: Settings) -> str:
@@ -160,11 +174,13 @@ def source(shape: StepShape, settings: Settings) -> str:
         "GAINS": int(shape.gains),
         "GATED": int(shape.gated),
         "WARPS": settings.warps,
-        "COLUMNS": settings.ring.columns,
+        "COLUMNS": settings.columns,
         "SLOT": settings.ring.slot,
         "STAGES": settings.ring.stages,
         "ON_THE_WAY": min(settings.on_the_way, settings.ring.stages),
+        "AHEAD": settings.ahead,
         "STRETCH": settings.stretch,
+        "COPIES": settings.copies,
         "TIMED": int(settings.timed),
     }
     assert shape.activation in ACTIVATIONS
@@ -178,53 +194,29 @@ def _kernel(shape: StepShape, settings: Settings, device: torch.device) -> kerne
 
 def shared_bytes(shape: StepShape, settings: Settings) -> int:
     """Bytes of shared memory of one block, as `struct Shared` of step.cu lays them out."""
-    longest = max(_whole(width, settings.warps) for width, _ in _linears(shape))
-    rest = _whole(shape.hidden, settings.warps) if shape.gains else _EIGHT
-    sharing = shape.heads // shape.kv_heads
-    return 2 * (longest + rest) + step_bytes(settings.ring, settings.warps, sharing, shape.head_dim)
+    inputs = 2 * (max(_widths(shape)) + (shape.hidden if shape.gains else _EIGHT))
+    return step_bytes(settings.ring, settings.warps, inputs, shape.heads // shape.kv_heads, shape.head_dim)
 
 
-def _whole(width: int, warps: int) -> int:
-    """Elements of all threads' whole eights."""
-    return _vectors(width, warps) * _EIGHT * _WARP * warps
+def _widths(shape: StepShape) -> tuple[int, int, int]:
+    """What the linears read."""
+    return shape.hidden, shape.heads * shape.head_dim, shape.inner
 
 
-def _warps(shape: StepShape) -> int:
-    return 8 if _vectors(shape.inner, 8) <= _MOST_VECTORS else 16
+def _columns(width: int, most: int) -> int:
+    """Of a piece of a row: `pieces_of` in matvec.cuh."""
+    pieces = 1
+    while pieces < _PIECES and width // pieces > most and width % (2 * pieces * _EIGHT) == 0:
+        pieces *= 2
+    return width // pieces
 
 
-def _vectors(width: int, warps: int) -> int:
-    return -(-width // (_EIGHT * _WARP * warps))
-
-
-def _linears(shape: StepShape) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's linears."""
-    attended = shape.heads * shape.head_dim
-    qkv = attended + 2 * shape.kv_heads * shape.head_dim
-    up = shape.inner * (2 if shape.gated else 1)
-    return [(shape.hidden, qkv), (attended, shape.hidden), (shape.hidden, up), (shape.inner, shape.hidden)]
-
-
-def _ring(shape: StepShape, warps: int, columns: int) -> Ring:
-    """As many slots as fit."""
-    others = shared_bytes(shape, Settings(warps, Ring(columns, 0)))
-    return Ring(columns, (SHARED_MEMORY - others) // (Ring(columns, 0).slot + 16))
-
-
-def _in_flight(shape: StepShape, ring: Ring) -> float:
-    """Bytes of weights that the ring holds, on average over a layer's."""
-    weights = [(width * rows, width / (-(-width // ring.columns) * ring.columns)) for width, rows in _linears(shape)]
-    filled = sum(size * full for size, full in weights) / sum(size for size, _ in weights)
-    return 16 * ring.columns * ring.stages * filled
-
-
-def _words(shape: StepShape, warps: int, blocks: int) -> list[int]:
+def _words(shape: StepShape, blocks: int) -> list[int]:
     """Words of q, k and v, of the parts of attention, of its outputs, of its branch, of the MLP's inside and branch."""
     attended = shape.heads * shape.head_dim
     qkv = attended + 2 * shape.kv_heads * shape.head_dim
     parts = max(1, blocks // shape.kv_heads) * 2 * attended
-    of_attended, of_hidden, of_inner = (_whole(width, warps) for width in (attended, shape.hidden, shape.inner))
-    return [qkv, parts, of_attended // 2, of_hidden, of_inner // 2, of_hidden]
+    return [qkv, parts, attended // 2, shape.hidden, shape.inner // 2, shape.hidden]
 
 
 def packed_layer(layer: LayerData) -> bytes:

@@ -17,10 +17,10 @@ __device__ __forceinline__ void load_words(const u64* from, u64& low, u64& high)
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
 }
 
-// Two words at each of COUNT places that are `apart` words from each other, the first `valid` of them; what is not valid
-// is zero. All are asked for at once, and again until all have come.
-template <int COUNT>
-__device__ __forceinline__ void receive(const u64* from, int apart, int valid, u32 epoch, u32 (&data)[COUNT][2]) {
+// Two words at each of COUNT places, the first `valid` of them; what is not valid is zero. All are asked for at once, and
+// again until all have come. `place(i)`: the address of place i.
+template <int COUNT, class Place>
+__device__ __forceinline__ void receive(Place place, int valid, u32 epoch, u32 (&data)[COUNT][2]) {
     bool late;
     do {
         u64 words[COUNT][2];
@@ -28,7 +28,7 @@ __device__ __forceinline__ void receive(const u64* from, int apart, int valid, u
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             words[i][0] = words[i][1] = (u64)epoch << 32;
-            if (i < valid) load_words(from + (long long)i * apart, words[i][0], words[i][1]);
+            if (i < valid) load_words(place(i), words[i][0], words[i][1]);
         }
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {

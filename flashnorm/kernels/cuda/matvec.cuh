@@ -1,47 +1,37 @@
-// Rows of a weight matrix times a vector, on the tensor cores: eight rows of weights are one side of an instruction, the
-// vector is one column of the other side. That leaves most of the instruction unused, and still it does in two
-// instructions what takes a dozen otherwise, sums over the warp included; code that runs once a layer must be short.
+// Rows of a weight matrix times a vector, on the tensor cores, in the order in which the weights lie in memory.
 //
-// Weights come through the ring in tiles of TILE rows by COLUMNS. The products of a tile may be taken in any order, so
-// long as weights and vector agree: a lane reads sixteen bytes of each and feeds two instructions with them. Of every
-// WARPS blocks of 32 columns each warp takes one, and it alone holds that part of the vector, so that warps need not
-// wait for each other.
-// Macro: COLUMNS (of a tile, a multiple of 32).
+// A slot of the ring holds eight pieces of rows that follow each other: eight rows; or four, two or one, in 2, 4 or 8
+// pieces. They are one side of an instruction. Its other side has eight columns: column i is the part of the vector that
+// piece i meets, in the order in which the lanes take that piece, and the diagonal of the result is what is wanted. So
+// pieces may meet different parts of the vector, and neighbouring pieces are taken in different orders, by lanes that
+// then find different banks. Most of the instruction is wasted, and still it does in two instructions what takes dozens
+// otherwise, sums over the warp included.
+//
+// Of every WARPS blocks of 32 columns each warp takes one, and keeps its part of the vector in registers while rows pass.
+// Macro: COLUMNS (of a piece, at most, unless eight pieces of a row are longer).
 
-constexpr int TILE = 8;     // rows
-constexpr int BLOCK = 32;   // columns of two instructions
-constexpr int GROUP = 32;   // outputs that are finished at once, one a lane of the first warp
-constexpr int PITCH = 2 * COLUMNS + 64;  // bytes from one part of a row to the next row's: they lie in other banks
-static_assert(SLOT == TILE * PITCH && COLUMNS % BLOCK == 0, "a slot holds a tile");
+constexpr int PIECES = 8;
+constexpr int BLOCK = 32;             // columns that a warp takes at once
+constexpr int APART = WARPS * BLOCK;  // columns from one block of a warp to its next
+constexpr int GROUP = 32;             // outputs that are finished at once, each by as many threads as there are warps
 
-constexpr int vectors_of(int width) { return (width + EIGHT * THREADS - 1) / (EIGHT * THREADS); }  // of a thread
+// How rows of so many columns are taken.
+template <int WIDTH>
+struct Form {
+    static constexpr int pieces() {  // of a row
+        int pieces = 1;
+        while (pieces < PIECES && WIDTH / pieces > COLUMNS && WIDTH % (2 * pieces * EIGHT) == 0) pieces *= 2;
+        return pieces;
+    }
 
-// The vectors of eight elements are dealt out to threads: block b of 32 columns to warp b % WARPS, four lanes each.
-__device__ __forceinline__ int thread_of(int vector) {
-    const int block = vector / 4 % (THREADS / 4);
-    return block % WARPS * WARP + block / WARPS * 4 + vector % 4;
-}
-
-__device__ __forceinline__ int element_of(int v) {  // the first of this thread's v-th vector
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    return v * THREADS * EIGHT + ((lane / 4 * WARPS + warp) * 4 + lane % 4) * EIGHT;
-}
-
-// Where the word of an element lies that a linear or the residual stream will read, so that neighbouring threads ask for
-// neighbouring words: first the first two elements of every thread, then the next two. Of words that hold one element
-// in fp32, and of words that hold a pair of 16-bit floats.
-__device__ __forceinline__ int place(int element) {
-    const int vector = element / EIGHT, i = element % EIGHT;
-    return (vector / THREADS * EIGHT + i / 2 * 2) * THREADS + thread_of(vector) * 2 + i % 2;
-}
-
-__device__ __forceinline__ int pair_place(int element) {
-    const int vector = element / EIGHT, i = element % EIGHT / 2;
-    return (vector / THREADS * EIGHT / 2 + i / 2 * 2) * THREADS + thread_of(vector) * 2 + i % 2;
-}
+    static constexpr int columns = WIDTH / pieces();                // of a piece
+    static constexpr int rows = PIECES / pieces();                  // of a slot
+    static constexpr int blocks = (columns + APART - 1) / APART;    // of a warp, in a piece
+    static_assert(PIECES * columns * 2 <= SLOT, "a slot holds eight pieces");
+};
 
 struct Sums {
-    float rows[2][WARPS][2 * GROUP];  // by buffer; gate, then up
+    float rows[2][WARPS][2 * GROUP + WARP / WARPS];  // by buffer; gate, then up; lanes that add up meet different banks
     float squares[2][WARPS];
 };
 
@@ -56,73 +46,87 @@ struct Share {
     }
 };
 
-// A weight of `k` columns and one part of `n` rows, or two: gate and up.
+// A weight of `width` columns and one part of `n` rows, or two: gate and up; a slot holds so many `rows`.
 struct Matrix {
     const u16* weight;
-    int n, parts, k;
+    int n, parts, width, rows;
 };
 
-// Bytes from row to row in a slot. Whole rows follow each other in memory too, and come in one copy; parts of rows come
-// in one each, which costs the producer more.
-__device__ __forceinline__ int pitch_of(int width) { return width <= COLUMNS ? 2 * width : PITCH; }
-
-// By the producing warp.
-__device__ __forceinline__ void stream_rows(Filler& filler, const Matrix& of, const Share& share) {
-    const int lane = threadIdx.x % WARP;
-    const bool whole = of.k <= COLUMNS;
-#pragma unroll 1
-    for (int row = 0; row < share.count; row += TILE)
-#pragma unroll 1
-        for (int part = 0; part < of.parts; part++) {
-            const int rows = min(TILE, share.count - row);
-            const u16* from = of.weight + ((long long)part * of.n + share.first + row + (whole ? 0 : lane)) * of.k;
-#pragma unroll 1
-            for (int k = 0; k < of.k; k += COLUMNS) {
-                const u32 bytes = min(COLUMNS, of.k - k) * 2;
-                filler.fill(from + k, whole ? rows * bytes : bytes, whole ? 1 : rows, PITCH);
-            }
-        }
-}
-
-// c += a b for sixteen rows of a, of which the last eight are zero, and eight columns of b.
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, "
+// c += a b for sixteen rows of a and eight columns of b.
+__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// What a linear reads: 16-bit floats; and, for inputs that are not, what is left of them.
-template <int WIDTH, int REST>
-struct Input {
-    alignas(16) u16 high[WIDTH], rest[REST ? REST : 8];
+// The first column that this lane takes of its piece. Lanes of odd pieces begin with the block that even ones take next.
+__device__ __forceinline__ int first_column() {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, piece = lane / 4;
+    return warp / 2 * 2 * BLOCK + (piece + warp) % 2 * BLOCK + lane % 4 * EIGHT;
+}
+
+// This lane's eight columns of a block of a piece, which begins at the lane's first column; zero beyond the piece's end.
+template <int WIDTH>
+__device__ __forceinline__ uint4 eight_of(const u16* from, int block) {
+    const bool whole = Form<WIDTH>::columns % APART == 0;
+    if (!whole && first_column() + block * APART >= Form<WIDTH>::columns) return make_uint4(0, 0, 0, 0);
+    return *(const uint4*)(from + block * APART);
+}
+
+// What this lane multiplies its piece of every slot by: the part of a linear's input that lies in its columns.
+template <int COUNT>
+struct Part {
+    uint4 blocks[COUNT ? COUNT : 1];
+
+    template <int WIDTH>
+    __device__ __forceinline__ void take(const u16* input) {
+        const int piece = threadIdx.x % WARP / 4 % Form<WIDTH>::pieces();
+#pragma unroll
+        for (int i = 0; i < Form<WIDTH>::blocks; i++)
+            blocks[i] = eight_of<WIDTH>(input + piece * Form<WIDTH>::columns + first_column(), i);
+    }
 };
 
-// The sums of up to GROUP outputs, left in shared memory by warp.
-template <class In>
+// Eight columns of sixteen halves of pieces times those of the vector: a lane's sixteen bytes are columns 0, 1, 4 and 5 of
+// one row of the instruction and 2, 3, 6 and 7 of another. `c`: sums of the former and of the latter.
+__device__ __forceinline__ void multiply_eight(float (&c)[2][4], const uint4& w, const uint4& x) {
+    multiply(c[0], w, x.x, x.z);
+    multiply(c[1], w, x.y, x.w);
+}
+
+// The sums of up to GROUP outputs, left in shared memory by warp. Where REST, inputs are x + rest.
+template <int WIDTH, int COUNT, int REST>
 __device__ __forceinline__ void sum_rows(
-    Ring& ring, Cursor& at, float (&to)[WARPS][2 * GROUP], const In& in, bool rest, int count, int parts, int width) {
-    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, quarter = threadIdx.x % 4;
-    const bool has = row == 0 || (rest && row == 1);  // the lane's column of the other side is not zero
-    const u16* x = row ? in.rest : in.high;
-    const int pitch = pitch_of(width);
+    Ring& ring, Cursor& at, float (&to)[WARPS][2 * GROUP + WARP / WARPS], const Part<COUNT>& x, const Part<REST>& rest,
+    int count, int parts) {
+    typedef Form<WIDTH> By;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, piece = lane / 4;
+    const bool diagonal = lane % 4 == piece / 2 && piece % By::pieces() == 0;
+    const int from = piece * By::columns + first_column();
+    float* sums = &to[warp][piece / By::pieces()];
 #pragma unroll 1
-    for (int tile = 0; tile < (count + TILE - 1) / TILE * parts; tile++) {
-        float sums[2][4] = {};
+    for (int row = 0; row < count; row += By::rows)
 #pragma unroll 1
-        for (int k = 0; k < width; k += COLUMNS) {
-            const char* weights = await(ring, at) + row * pitch;
-            const int last = min(COLUMNS, width - k) - EIGHT;  // no weight is read that is not there
-            const int first = (warp + WARPS - k / BLOCK % WARPS) % WARPS * BLOCK;  // of this warp's blocks
-#pragma unroll 2
-            for (int column = first + quarter * EIGHT; column - quarter * EIGHT <= last; column += WARPS * BLOCK) {
-                const uint4 w = *(const uint4*)(weights + 2 * min(column, last));
-                const uint4 v = has ? *(const uint4*)(x + k + column) : make_uint4(0, 0, 0, 0);
-                multiply(sums[0], w.x, w.y, v.x, v.y);
-                multiply(sums[1], w.z, w.w, v.z, v.w);
+        for (int part = 0; part < parts; part++) {
+            const u16* weights = (const u16*)await(ring, at) + from;
+            uint4 w[By::blocks];
+#pragma unroll
+            for (int i = 0; i < By::blocks; i++) w[i] = eight_of<WIDTH>(weights, i);
+            float c[2][2][4] = {};  // chains
+#pragma unroll
+            for (int i = 0; i < By::blocks; i++) {
+                multiply_eight(c[i % 2], w[i], x.blocks[i]);
+                if (REST) multiply_eight(c[i % 2], w[i], rest.blocks[i]);
             }
             done(ring, at);
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                sum += piece % 2 ? c[i][0][1] + c[i][1][3] : c[i][0][0] + c[i][1][2];
+            // The diagonal lies in lanes 0, 4, 9, 13, 18, 22, 27 and 31; pieces of a row are added up.
+            if (By::pieces() > 1) sum += __shfl_xor_sync(~0u, sum, 4);
+            if (By::pieces() > 2) sum += __shfl_xor_sync(~0u, sum, 9);
+            if (By::pieces() > 4) sum += __shfl_xor_sync(~0u, sum, 18);
+            if (diagonal) sums[part * GROUP + row] = sum;
         }
-        const int part = parts == 2 ? tile % 2 : 0, output = (parts == 2 ? tile / 2 : tile) * TILE + row;
-        if (quarter == 0) to[warp][part * GROUP + output] = (sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1]);
-    }
 }

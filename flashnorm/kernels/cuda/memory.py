@@ -27,25 +27,20 @@ def streamed_bytes(config: Streamed, *, gated: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Ring:
-    """Columns of a slot's tile of eight rows, and the number of slots."""
+    """Bytes of a slot, and the number of slots."""
 
-    columns: int
+    slot: int
     stages: int
 
-    @property
-    def slot(self) -> int:
-        """Bytes of a slot."""
-        return 8 * (2 * self.columns + 64)
 
-
-def step_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
-    """Bytes of `step.cu`, but for the inputs of a linear. `sharing`: query heads of a key head."""
-    sums = (2 * 2 * GROUP + 2) * warps * 4
-    pairs = sharing * head_dim // 2
-    scores = sharing * (ring.slot // 2 // head_dim + 4)
-    heads = (sharing + 3) * head_dim + scores + 3 * sharing + 2 * pairs * max(1, 32 * warps // pairs)
+def step_bytes(ring: Ring, warps: int, inputs: int, sharing: int, head_dim: int) -> int:
+    """Bytes of `step.cu`. `inputs`: bytes of a linear's inputs; `sharing`: query heads of a key head."""
+    sums = (2 * (2 * GROUP + 32 // warps) + 2) * warps * 4
+    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (8 * 8 + 3 * 8)
+    mixed = 4 * warps * sharing * head_dim
     layers_and_shares = 2 * 200 + 5 * 8 + 6 * 8  # and what is waited for
-    return ring.stages * (ring.slot + 16) + sums + 4 * heads + layers_and_shares + 5 * 16 + 3 * 128
+    padding = 6 * 16 + 3 * 128
+    return ring.stages * (ring.slot + 16) + max(inputs, mixed) + sums + heads + layers_and_shares + padding
 
 
 def stored_columns(width: int) -> int:

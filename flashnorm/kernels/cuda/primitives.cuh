@@ -24,6 +24,15 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
         "@!done bra again; }" ::"r"(address(barrier)), "r"(parity) : "memory");
 }
 
+__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 parity) {
+    u32 passed;
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done; }" : "=r"(passed) : "r"(address(barrier)), "r"(parity) : "memory");
+    return passed;
+}
+
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes)
                  : "memory");

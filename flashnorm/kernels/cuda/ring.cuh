@@ -1,4 +1,4 @@
-// A ring of slots in shared memory that one warp fills with bulk copies and all the others read, in one order
+// A ring of slots in shared memory that one thread fills with bulk copies and all the others read, in one order
 // that both know: the stream never stops between one linear and the next, since weights do not wait for activations.
 // Macros: STAGES, SLOT (bytes, a multiple of 128), WARPS, ON_THE_WAY (slots that are asked for at once: enough to keep
 // memory busy; more would only make everybody else wait longer), TIMED (count what threads wait for).
@@ -39,25 +39,26 @@ struct Cursor {
     }
 };
 
-// The producing warp's.
+// The producing thread's.
 struct Filler {
     Ring& ring;
     Cursor at, coming;
     int asked = 0;
 
-    // Fill the next slot with `rows` of `bytes` each, which come to lie `pitch` apart; a lane copies a row, `from` its own.
-    __device__ __forceinline__ void fill(const void* from, u32 bytes, int rows, int pitch) {
-        const int lane = threadIdx.x % WARP;
+    // Fill the next slot with `bytes`, a multiple of 16; `meanwhile`, again and again until there is room.
+    template <class Meanwhile>
+    __device__ __forceinline__ void fill(const void* from, u32 bytes, Meanwhile meanwhile) {
         if (asked == ON_THE_WAY) {
             timed(ring, FOR_MEMORY, [&] { barrier_wait(&ring.full[coming.slot], coming.phase); });
             coming.advance();
         } else {
             asked++;
         }
-        timed(ring, FOR_ROOM, [&] { barrier_wait(&ring.empty[at.slot], at.phase ^ 1); });
-        if (lane == 0) barrier_expect(&ring.full[at.slot], bytes * rows);
-        __syncwarp();
-        if (lane < rows) load_bytes(ring.slots[at.slot] + lane * pitch, from, bytes, &ring.full[at.slot]);
+        timed(ring, FOR_ROOM, [&] {
+            while (!barrier_passed(&ring.empty[at.slot], at.phase ^ 1)) meanwhile();
+        });
+        barrier_expect(&ring.full[at.slot], bytes);
+        load_bytes(ring.slots[at.slot], from, bytes, &ring.full[at.slot]);
         at.advance();
     }
 };

@@ -9,60 +9,38 @@
 // Macros: those of the other files, and GAINS (some norm's gain is not folded), HIDDEN, INNER, GATED, ACTIVATION, HALF,
 // IS_BF16.
 
-constexpr int ATTENDED = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr int VECTORS = vectors_of(HIDDEN);  // of a thread
-constexpr int LONGEST = vectors_of(HIDDEN > ATTENDED ? (HIDDEN > INNER ? HIDDEN : INNER)
-                                                     : (ATTENDED > INNER ? ATTENDED : INNER));
-constexpr int EIGHTS = EIGHT * THREADS;
-enum Linear { TO_QKV, FROM_ATTENTION, UP, DOWN, HEAD };  // in the order in which a step takes them, but for the last
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int LONGEST = larger(HIDDEN, larger(ATTENDED, INNER));
+constexpr int BLOCKS = larger(Form<HIDDEN>::blocks, larger(Form<ATTENDED>::blocks, Form<INNER>::blocks));
+constexpr int loads_of(int words) { return (words / 2 + THREADS - 1) / THREADS; }  // of a thread, of two words each
+constexpr int OWN = loads_of(HIDDEN);                                               // pairs of the residual stream
+
+// What a linear reads: 16-bit floats; and, for inputs that are not, what is left of them.
+struct Input {
+    u16 high[LONGEST], rest[GAINS ? HIDDEN : EIGHT];
+};
 
 struct Shared {
     Ring ring;
-    Input<LONGEST * EIGHTS, GAINS ? VECTORS * EIGHTS : 0> input;
+    union alignas(16) {  // one after the other
+        Input input;
+        Mixed mixed;
+    };
     Sums sums;
     Heads heads;
     Layer layers[2];  // this one and the next
     Share shares[5];  // of each linear
 };
 
-// Vectors that threads take eight elements of are as long as all threads' whole eights.
 __device__ __forceinline__ Words words_of(const Step& step) {
     Words words = {step.words, step.words + QKV};
     words.attended = words.parts + max(1, gridDim.x / KV_HEADS) * 2 * PART_WORDS;
-    words.attention = words.attended + vectors_of(ATTENDED) * EIGHTS / 2;
-    words.inner = words.attention + VECTORS * EIGHTS;
-    words.mlp = words.inner + vectors_of(INNER) * EIGHTS / 2;
+    words.attention = words.attended + ATTENDED / 2;
+    words.inner = words.attention + HIDDEN;
+    words.mlp = words.inner + INNER / 2;
+    words.apart = step.words_in_all / COPIES;
+    words.own = blockIdx.x % COPIES * words.apart;
     return words;
-}
-
-__device__ __forceinline__ Place place_of(const Step& step) {
-    const long long slot = *step.slot;
-    return {(int)slot, (int)step.chosen[slot], (int)step.lengths[slot]};
-}
-
-// A linear of a layer, or the head.
-__device__ __forceinline__ Matrix matrix_of(Linear linear, const Step& step, const Layer& layer) {
-    switch (linear) {
-        case TO_QKV: return {layer.qkv, QKV, 1, HIDDEN};
-        case FROM_ATTENTION: return {layer.out, HIDDEN, 1, ATTENDED};
-        case UP: return {layer.up, INNER, GATED ? 2 : 1, HIDDEN};
-        case DOWN: return {layer.down, HIDDEN, 1, INNER};
-        default: return {step.head, step.vocabulary, 1, HIDDEN};
-    }
-}
-
-// The producing warp.
-__device__ __forceinline__ void produce(Shared& shared, const Step& step) {
-    Filler filler = {shared.ring};
-    const Place place = place_of(step);
-#pragma unroll 1
-    for (int i = 0; i <= 4 * step.layers; i++) {
-        const Layer& layer = step.layer[min(i / 4, step.layers - 1)];
-        const Linear linear = i == 4 * step.layers ? HEAD : (Linear)(i % 4);
-        if (linear == FROM_ATTENTION) stream_cache(filler, step, layer, place);
-        const Matrix matrix = matrix_of(linear, step, layer);
-        stream_rows(filler, matrix, shared.shares[linear]);
-    }
 }
 
 // The consuming warps' state.
@@ -73,168 +51,157 @@ struct Consumer {
     const Words words;
     Cursor at;
     int buffer = 0, parity = 0;
-    float x[VECTORS][EIGHT];  // this thread's part of the residual stream, in the model's dtype but held in fp32
+    float x[OWN][2];  // this thread's pairs of the residual stream, in the model's dtype but held in fp32
+    float scale;      // of the outputs of a linear behind a norm
+    Part<BLOCKS> part;
+    Part<GAINS ? BLOCKS : 0> rest;
 
-    // This thread's vectors that lie in a vector of `width`.
-    __device__ static __forceinline__ int valid_of(int width) {
-        return element_of(0) < width ? (width - element_of(0) + EIGHTS - 1) / EIGHTS : 0;
+    __device__ static __forceinline__ int pair_of(int i) { return threadIdx.x + i * THREADS; }
+
+    // How many of this thread's loads, of two words each, lie in so many words.
+    __device__ static __forceinline__ int valid_of(int words) {
+        return (words / 2 - (int)threadIdx.x + THREADS - 1) / THREADS;
     }
 
     __device__ __forceinline__ Consumer(Shared& shared, const Step& step)
         : shared(shared), step(step), place(place_of(step)),
           words(words_of(step)) {
+        const u32* row = (const u32*)(step.embedding + (long long)place.token * HIDDEN);
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-            for (int i = 0; i < EIGHT; i++) {
-                const bool there = element_of(v) < HIDDEN;
-                x[v][i] = there ? widened(step.embedding[(long long)place.token * HIDDEN + element_of(v) + i]) : 0;
-                x[v][i] = rounded(x[v][i] * step.multiplier);
-            }
+        for (int i = 0; i < OWN; i++) {
+            const u32 pair = i < valid_of(HIDDEN) ? row[pair_of(i)] : 0;
+            x[i][0] = rounded(low_of(pair) * step.multiplier);
+            x[i][1] = rounded(high_of(pair) * step.multiplier);
+        }
     }
 
-    // The sum of what the warps have each summed, known to all threads.
-    __device__ __forceinline__ float squares_of_all(float squares) {
-        squares = sum_of_warp(squares);
-        sync_consumers();  // the place may still be read
-        if (threadIdx.x % WARP == 0) shared.sums.squares[parity][threadIdx.x / WARP] = squares;
+    // The sum of what the threads have each summed, known to all of them, as is then all that they left in shared memory.
+    __device__ __forceinline__ float sum_of_all(float sum) {
+        parity ^= 1;  // the other place may still be read
+        sum = sum_of_warp(sum);
+        if (threadIdx.x % WARP == 0) shared.sums.squares[parity][threadIdx.x / WARP] = sum;
         sync_consumers();
-        return squares_of_warps();
-    }
-
-    __device__ __forceinline__ float squares_of_warps() const {
-        float squares = 0;
+        sum = 0;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) squares += shared.sums.squares[parity][warp];
-        return squares;
+        for (int warp = 0; warp < WARPS; warp++) sum += shared.sums.squares[parity][warp];
+        return sum;
     }
 
     // x += multiplier · post(branch), rounded to the model's dtype.
     __device__ __forceinline__ void join(const u64* from, u32 epoch, const Post& post) {
-        u32 data[VECTORS * EIGHT / 2][2];
+        u32 data[OWN][2];
         timed(shared.ring, FOR_WORDS, [&] {
-            receive(from + 2 * threadIdx.x, 2 * THREADS, valid_of(HIDDEN) * EIGHT / 2, epoch, data);
+            receive([&](int i) { return from + words.own + 2 * pair_of(i); }, valid_of(HIDDEN), epoch, data);
         });
-        float scale = post.multiplier, squares = 0;
+        float by = post.multiplier, squares = 0;
         if (post.eps >= 0) {
 #pragma unroll
-            for (int i = 0; i < VECTORS * EIGHT; i++) {
+            for (int i = 0; i < 2 * OWN; i++) {
                 const float value = __uint_as_float(data[i / 2][i % 2]);
                 squares = fmaf(value, value, squares);
             }
-            scale *= rsqrtf(squares_of_all(squares) / HIDDEN + post.eps);
+            by *= rsqrtf(sum_of_all(squares) / HIDDEN + post.eps);
         }
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-            for (int i = 0; i < EIGHT; i++) {
-                const bool gain = post.gain && element_of(v) < HIDDEN;
-                const float branch = __uint_as_float(data[(v * EIGHT + i) / 2][i % 2]) * scale;
-                x[v][i] = rounded(x[v][i] + branch * (gain ? post.gain[element_of(v) + i] : 1));
-            }
-    }
-
-    // This thread's eight elements of a linear's input, which its own warp will read; and what is left of them.
-    __device__ __forceinline__ void put(int v, const float (&values)[EIGHT], bool rest) {
-        u32 high[4], low[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float first = values[2 * i], second = values[2 * i + 1];
-            high[i] = packed(first, second);
-            low[i] = packed(first - low_of(high[i]), second - high_of(high[i]));
+        for (int i = 0; i < 2 * OWN; i++) {
+            const bool gain = post.gain && i / 2 < valid_of(HIDDEN);
+            const float branch = __uint_as_float(data[i / 2][i % 2]) * by;
+            float& own = x[i / 2][i % 2];
+            own = rounded(own + branch * (gain ? post.gain[2 * pair_of(i / 2) + i % 2] : 1));
         }
-        *(uint4*)(shared.input.high + element_of(v)) = make_uint4(high[0], high[1], high[2], high[3]);
-        if (rest) *(uint4*)(shared.input.rest + element_of(v)) = make_uint4(low[0], low[1], low[2], low[3]);
     }
 
-    // What a linear behind a norm reads: x times the gain. Leaves the sum of squares for the scale.
+    // What a linear behind a norm reads: x times the gain; and the scale of its outputs.
     __device__ __forceinline__ void take_residual(const Norm& norm) {
         float squares = 0;
-        parity ^= 1;
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            float scaled[EIGHT];
-#pragma unroll
-            for (int i = 0; i < EIGHT; i++) {
-                squares = fmaf(x[v][i], x[v][i], squares);
-                const bool gain = GAINS && norm.gain && element_of(v) < HIDDEN;
-                scaled[i] = gain ? x[v][i] * norm.gain[element_of(v) + i] : x[v][i];
-            }
-            put(v, scaled, GAINS);
+        for (int i = 0; i < OWN; i++) {
+            squares = fmaf(x[i][0], x[i][0], fmaf(x[i][1], x[i][1], squares));
+            if (i >= valid_of(HIDDEN)) continue;
+            float2 gain = make_float2(1, 1);
+            if (GAINS && norm.gain) gain = *(const float2*)(norm.gain + 2 * pair_of(i));
+            const float low = x[i][0] * gain.x, high = x[i][1] * gain.y;
+            const u32 both = packed(low, high);
+            ((u32*)shared.input.high)[pair_of(i)] = both;
+            if (GAINS) ((u32*)shared.input.rest)[pair_of(i)] = packed(low - low_of(both), high - high_of(both));
         }
-        squares = sum_of_warp(squares);
-        if (threadIdx.x % WARP == 0) shared.sums.squares[parity][threadIdx.x / WARP] = squares;
-        __syncwarp();
+        squares = sum_of_all(squares);
+        scale = norm.eps >= 0 ? rsqrtf(squares / HIDDEN + norm.eps) : 1;
+        part.take<HIDDEN>(shared.input.high);
+        if (GAINS) rest.take<HIDDEN>(shared.input.rest);
     }
 
     // What came in pairs of 16-bit floats.
-    __device__ __forceinline__ void take_pairs(const u64* from, int width, u32 epoch) {
-        u32 data[LONGEST * EIGHT / 4][2];
+    template <int WIDTH>
+    __device__ __forceinline__ void take_pairs(const u64* from, u32 epoch) {
+        constexpr int LOADS = loads_of(WIDTH / 2);
+        u32 data[LOADS][2];
         timed(shared.ring, FOR_WORDS, [&] {
-            receive(from + 2 * threadIdx.x, 2 * THREADS, valid_of(width) * EIGHT / 4, epoch, data);
+            receive([&](int i) { return from + words.own + 2 * pair_of(i); }, valid_of(WIDTH / 2), epoch, data);
         });
 #pragma unroll
-        for (int v = 0; v < LONGEST; v++)
-            *(uint4*)(shared.input.high + element_of(v)) =
-                make_uint4(data[2 * v][0], data[2 * v][1], data[2 * v + 1][0], data[2 * v + 1][1]);
-        __syncwarp();
+        for (int i = 0; i < LOADS; i++)
+            if (i < valid_of(WIDTH / 2)) ((uint2*)shared.input.high)[pair_of(i)] = make_uint2(data[i][0], data[i][1]);
+        sync_consumers();
+        part.take<WIDTH>(shared.input.high);
     }
 
-    // What an output is finished with.
-    struct Ending {
-        const float* bias;
-        float eps;
-    };
-
-    __device__ __forceinline__ Ending ending_of(Linear linear, const Layer& layer) const {
+    __device__ __forceinline__ const float* bias_of(Linear linear, const Layer& layer) const {
         switch (linear) {
-            case TO_QKV: return {layer.qkv_bias, layer.attention.eps};
-            case FROM_ATTENTION: return {layer.out_bias, -1};
-            case UP: return {layer.up_bias, layer.mlp.eps};
-            case DOWN: return {layer.down_bias, -1};
-            default: return {step.head_bias, step.head_norm.eps};
+            case TO_QKV: return layer.qkv_bias;
+            case FROM_ATTENTION: return layer.out_bias;
+            case UP: return layer.up_bias;
+            case DOWN: return layer.down_bias;
+            default: return step.head_bias;
         }
     }
 
-    // One of this block's outputs in each lane of the first warp; `there`: whether the lane has one of its own.
-    __device__ __forceinline__ void finish(
-        Linear linear, const Ending& by, int n, bool there, float value, float up, u32 epoch) const {
-        const float scale = by.eps >= 0 ? rsqrtf(squares_of_warps() / HIDDEN + by.eps) : 1;
-        value = value * scale + (by.bias ? by.bias[n] : 0);
+    // Output n, by the lane that has copy `copy` of it, if any. `up`: of a gated MLP.
+    __device__ __forceinline__ void finish(Linear linear, int n, int copy, float value, float up, u32 epoch) const {
+        const long long at = copy * words.apart;
         if (linear == FROM_ATTENTION || linear == DOWN) {
             u64* to = linear == DOWN ? words.mlp : words.attention;
-            if (there) put_word(to + ::place(n), __float_as_uint(value), epoch);
+            if (copy >= 0) put_word(to + at + n, __float_as_uint(value), epoch);
         } else if (linear == UP) {
             value = activated(value);
-            if (GATED) value *= up * scale + (by.bias ? by.bias[INNER + n] : 0);
-            const float next = __shfl_down_sync(~0u, value, 1);
-            if (there && n % 2 == 0) put_word(words.inner + pair_place(n), packed(value, next), epoch);
+            if (GATED) value *= up;
+            const float next = __shfl_down_sync(~0u, value, WARPS);
+            if (copy >= 0 && n % 2 == 0) put_word(words.inner + at + n / 2, packed(value, next), epoch);
         } else if (linear == TO_QKV) {
-            if (there) put_word(words.qkv + n, __float_as_uint(rounded(value)), epoch);
-        } else if (there) {
+            if (copy >= 0) put_word(words.qkv + at + n, __float_as_uint(rounded(value)), epoch);
+        } else if (copy == 0) {
             value *= step.head_multiplier;
             step.logits[n] = step.head_softcap > 0 ? step.head_softcap * tanhf(value / step.head_softcap) : value;
         }
     }
 
     // All of this block's outputs of a linear.
-    __device__ __forceinline__ void apply(Linear linear, const Layer& layer, u32 epoch) {
-        const int parts = GATED && linear == UP ? 2 : 1, lane = threadIdx.x % WARP;
-        const int width = linear == DOWN ? INNER : linear == FROM_ATTENTION ? ATTENDED : HIDDEN;
-        const bool behind_norm = linear != DOWN && linear != FROM_ATTENTION;
+    __device__ __forceinline__ void apply(Linear linear, const Matrix& of, const float* bias, u32 epoch) {
+        const int output = threadIdx.x / WARPS, warp = threadIdx.x % WARPS;  // whose sums this thread adds up
         const Share share = shared.shares[linear];
-        const Ending ending = ending_of(linear, layer);
+        const float by = linear == FROM_ATTENTION || linear == DOWN ? 1 : scale;
 #pragma unroll 1
         for (int begun = 0; begun < share.count; begun += GROUP, buffer ^= 1) {
-            float (&sums)[WARPS][2 * GROUP] = shared.sums.rows[buffer];
-            const int count = min(GROUP, share.count - begun);
-            sum_rows(shared.ring, at, sums, shared.input, GAINS && behind_norm, count, parts, width);
+            auto& sums = shared.sums.rows[buffer];
+            const int count = min(GROUP, share.count - begun), n = share.first + begun + min(output, count - 1);
+            const float of_value = bias ? bias[n] : 0, of_up = bias && of.parts == 2 ? bias[of.n + n] : 0;
+            const Part<0> none = {};
+            if (linear == FROM_ATTENTION) {
+                sum_rows<ATTENDED>(shared.ring, at, sums, part, none, count, 1);
+            } else if (linear == DOWN) {
+                sum_rows<INNER>(shared.ring, at, sums, part, none, count, 1);
+            } else {
+                sum_rows<HIDDEN>(shared.ring, at, sums, part, rest, count, of.parts);
+            }
             timed(shared.ring, FOR_WARPS, [] { sync_consumers(); });  // whoever is a group ahead writes elsewhere
-            if (threadIdx.x >= WARP) continue;
-            float value = 0, up = 0;
+            float value = sums[warp][output], up = of.parts == 2 ? sums[warp][GROUP + output] : 0;
 #pragma unroll
-            for (int warp = 0; warp < WARPS; warp++) value += sums[warp][lane], up += sums[warp][GROUP + lane];
-            finish(linear, ending, share.first + begun + min(lane, count - 1), lane < count, value, up, epoch);
+            for (int apart = 1; apart < WARPS; apart *= 2) {
+                value += __shfl_xor_sync(~0u, value, apart);
+                if (GATED) up += __shfl_xor_sync(~0u, up, apart);
+            }
+            const int copy = output < count && warp < COPIES ? warp : -1;
+            finish(linear, n, copy, value * by + of_value, up * by + of_up, epoch);
         }
     }
 
@@ -250,21 +217,24 @@ struct Consumer {
         u32 joined = epoch;
 #pragma unroll 1
         for (int i = 0; i <= 4 * step.layers; i++) {
-            const Linear linear = i == 4 * step.layers ? HEAD : (Linear)(i % 4);
+            const Linear linear = linear_of(step, i);
             const Layer &layer = shared.layers[i / 4 % 2], &before = shared.layers[i / 4 % 2 ^ 1];
             if (linear == TO_QKV) epoch++;
-            if (linear == FROM_ATTENTION) attend(shared.ring, at, shared.heads, step, words, layer, place, epoch);
-            if (linear == FROM_ATTENTION || linear == DOWN) {
-                const bool down = linear == DOWN;
-                take_pairs(down ? words.inner : words.attended, down ? INNER : ATTENDED, epoch);
+            const Matrix of = matrix_of(linear, step, layer);
+            if (linear == FROM_ATTENTION)
+                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, epoch);
+            if (linear == FROM_ATTENTION) {
+                take_pairs<ATTENDED>(words.attended, epoch);
+            } else if (linear == DOWN) {
+                take_pairs<INNER>(words.inner, epoch);
             } else {
                 if (i) join(linear == UP ? words.attention : words.mlp, joined,
                             linear == UP ? layer.attention_post : before.mlp_post);
-                if (linear == UP) fetch_layer(i / 4 + 1);  // behind it the warps meet, before the layer begins
+                if (linear == UP) fetch_layer(i / 4 + 1);  // behind it the threads meet, before the layer begins
                 take_residual(linear == TO_QKV ? layer.attention : linear == UP ? layer.mlp : step.head_norm);
             }
             joined = epoch;
-            apply(linear, layer, epoch);
+            apply(linear, of, bias_of(linear, layer), epoch);
         }
     }
 };
@@ -294,8 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1) step(const Step 
     __syncthreads();
     if (threadIdx.x < THREADS) {
         Consumer(shared, step).run(epoch);
-    } else {
-        produce(shared, step);
+    } else if (threadIdx.x == THREADS) {
+        produce(shared.ring, step, shared.shares);
     }
     if (TIMED && threadIdx.x == 0) shared.ring.waited[IN_ALL] = clock64() - begun;
     __syncthreads();
