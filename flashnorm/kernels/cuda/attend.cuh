@@ -109,21 +109,18 @@ __device__ __forceinline__ void prepare_head(
 __device__ __forceinline__ void fetch_heads(
     Heads& heads, const u64* words, u32 epoch, const Layer& layer, int head, const Angles& angles) {
     constexpr int ALL = (SHARING + 2) * HEAD_DIM / 2, OWN = (ALL + THREADS - 1) / THREADS;
-    u32 data[OWN][2];
     const auto element = [](int i) { return 2 * ((int)threadIdx.x + i * THREADS); };
     const auto place = [&](int i) {
         const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
         const int row = which < SHARING ? head * SHARING + which : HEADS + (which - SHARING) * KV_HEADS + head;
         return words + row * HEAD_DIM + d;
     };
-    receive(place, (ALL - (int)threadIdx.x + THREADS - 1) / THREADS, epoch, data);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
+    receive<OWN>(place, (ALL - (int)threadIdx.x + THREADS - 1) / THREADS, epoch, [&](int i, u32 first, u32 second) {
         const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
-        const float low = __uint_as_float(data[i][0]), high = __uint_as_float(data[i][1]);
+        const float low = __uint_as_float(first), high = __uint_as_float(second);
         if (which <= SHARING) *(float2*)&heads.raw[which][d] = make_float2(low, high);
         if (which == SHARING + 1) *(u32*)&heads.fresh[1][d] = packed(low, high);
-    }
+    });
     sync_consumers();
 #pragma unroll 1
     for (int which = threadIdx.x / WARP; which <= SHARING; which += WARPS) {
@@ -219,21 +216,23 @@ __device__ __forceinline__ u32 join_stretches(
     constexpr int BATCH = 8;
 #pragma unroll 1
     for (int first = 1; first < stretches; first += BATCH) {
-        u32 data[2 * BATCH][2];
+        float data[2 * BATCH][2];
         const auto place = [&](int i) { return words + (2ll * first + i) * PART_WORDS; };
-        receive(place, 2 * min(BATCH, stretches - first), epoch, data);
+        receive<2 * BATCH>(place, 2 * min(BATCH, stretches - first), epoch, [&](int i, u32 low, u32 high) {
+            data[i][0] = __uint_as_float(low), data[i][1] = __uint_as_float(high);
+        });
         float highest = best;
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i < stretches) highest = fmaxf(highest, __uint_as_float(data[2 * i + 1][0]));
+            if (first + i < stretches) highest = fmaxf(highest, data[2 * i + 1][0]);
         const float faded = weight_of(best, highest);
         best = highest, total *= faded, low *= faded, high *= faded;
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            const float by = first + i < stretches ? weight_of(__uint_as_float(data[2 * i + 1][0]), highest) : 0;
-            total = fmaf(by, __uint_as_float(data[2 * i + 1][1]), total);
-            low = fmaf(by, __uint_as_float(data[2 * i][0]), low);
-            high = fmaf(by, __uint_as_float(data[2 * i][1]), high);
+            const float by = first + i < stretches ? weight_of(data[2 * i + 1][0], highest) : 0;
+            total = fmaf(by, data[2 * i + 1][1], total);
+            low = fmaf(by, data[2 * i][0], low);
+            high = fmaf(by, data[2 * i][1], high);
         }
     }
     return packed(low / total, high / total);
@@ -263,9 +262,7 @@ __device__ __forceinline__ void publish(
             put_word(words + PART_WORDS + 1, __float_as_uint(total), epoch);
         } else {
             const u32 both = join_stretches(best, total, low, high, words, stretches, epoch);
-            u64* attended = to.attended + ((own.head * SHARING + g) * HEAD_DIM + channel) / 2;
-#pragma unroll
-            for (int copy = 0; copy < COPIES; copy++) put_word(attended + copy * to.apart, both, epoch);
+            put_word(to.attended + ((own.head * SHARING + g) * HEAD_DIM + channel) / 2, both, epoch);
         }
     }
 }
@@ -322,7 +319,7 @@ __device__ __forceinline__ void attend(
 #pragma unroll 1
     for (int index = blockIdx.x; index < KV_HEADS * stretches; index += gridDim.x) {
         const Stretch own = stretch_of(layer, place.position, stretches, index);
-        fetch_heads(heads, words.qkv + words.own, epoch, layer, own.head, angles);
+        fetch_heads(heads, words.qkv, epoch, layer, own.head, angles);
         attend_stretch(ring, at, heads, mixed, layer, own.stop - own.start, own.number == 0);
         publish(heads, mixed, words, own, stretches, epoch);
         const long long here = cached(step, place, own.head, place.position);

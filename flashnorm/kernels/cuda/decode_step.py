@@ -77,16 +77,16 @@ class Ends:
 class Settings:
     """How the kernel is laid out: consuming warps, columns of a piece of a row (more only where eight pieces of a row
     have more), the ring, slots that are asked for at once, slots that are asked into the L2 while the ring is full,
-    tokens of the cache that are worth a block, copies of what blocks hand each other; and whether it counts what it
-    waits for, which costs a little."""
+    cycles between KiBs that a block asks of memory, tokens of the cache that are worth a block; and whether it counts
+    what it waits for, which costs a little."""
 
     warps: int
     columns: int
     ring: Ring
     on_the_way: int = 2
     ahead: int = 4
+    pace: int = 50
     stretch: int = 64
-    copies: int = 4
     timed: bool = False
 
 
@@ -101,7 +101,7 @@ class DecodeStep:
         self._kernel = _kernel(shape, settings, device)
         blocks = min(self._kernel.multiprocessors, shape.inner // 2)  # each has some of the MLP's inside
         self._grid = Grid(blocks, _WARP * (settings.warps + 1), self._kernel.shared, together=True)
-        words = settings.copies * sum(_words(shape, blocks))
+        words = sum(_words(shape, blocks))
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # and how many blocks have left
         self._waited = torch.zeros((blocks if settings.timed else 0, len(WAITING)), dtype=torch.int64, device=device)
@@ -180,7 +180,7 @@ def source(shape: StepShape, settings: Settings) -> str:
         "ON_THE_WAY": min(settings.on_the_way, settings.ring.stages),
         "AHEAD": settings.ahead,
         "STRETCH": settings.stretch,
-        "COPIES": settings.copies,
+        "PACE": settings.pace,
         "TIMED": int(settings.timed),
     }
     assert shape.activation in ACTIVATIONS

@@ -17,23 +17,26 @@ __device__ __forceinline__ void load_words(const u64* from, u64& low, u64& high)
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
 }
 
-// Two words at each of COUNT places, the first `valid` of them; what is not valid is zero. All are asked for at once, and
-// again until all have come. `place(i)`: the address of place i.
-template <int COUNT, class Place>
-__device__ __forceinline__ void receive(Place place, int valid, u32 epoch, u32 (&data)[COUNT][2]) {
-    bool late;
-    do {
+// Two words at each of COUNT places, the first `valid` of them. All are asked for at once, and those that are late again
+// until they have come: what is polled takes its share of the L2's speed. `place(i)`: the address of place i;
+// `take(i, first, second)`: its data have come.
+template <int COUNT, class Place, class Take>
+__device__ __forceinline__ void receive(Place place, int valid, u32 epoch, Take take) {
+    static_assert(COUNT < 32, "a bit for each place");
+    u32 late = (1u << max(0, min(valid, COUNT))) - 1;
+#pragma unroll 1
+    while (late) {
         u64 words[COUNT][2];
-        late = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            words[i][0] = words[i][1] = (u64)epoch << 32;
-            if (i < valid) load_words(place(i), words[i][0], words[i][1]);
+            words[i][0] = words[i][1] = 0;  // of no epoch
+            if (late >> i & 1) load_words(place(i), words[i][0], words[i][1]);
         }
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            late |= (u32)(words[i][0] >> 32) != epoch || (u32)(words[i][1] >> 32) != epoch;
-            data[i][0] = (u32)words[i][0], data[i][1] = (u32)words[i][1];
+            if ((u32)(words[i][0] >> 32) != epoch || (u32)(words[i][1] >> 32) != epoch) continue;
+            take(i, (u32)words[i][0], (u32)words[i][1]);
+            late &= ~(1u << i);
         }
-    } while (late);
+    }
 }

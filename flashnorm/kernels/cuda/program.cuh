@@ -22,9 +22,8 @@ struct Layer {
     int window;                          // 0: none
 };
 
-struct Words {  // one allocation, in this order, in several copies, so that not all blocks ask for the same ones
-    u64 *qkv, *parts, *attended, *attention, *inner, *mlp;  // of the first copy; it alone has parts
-    long long apart, own;                                   // from copy to copy, and to that which this block reads
+struct Words {  // one allocation, in this order
+    u64 *qkv, *parts, *attended, *attention, *inner, *mlp;
 };
 
 struct Step {

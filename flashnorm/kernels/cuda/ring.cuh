@@ -45,18 +45,22 @@ struct Filler {
     Cursor at, coming;
     int asked = 0;
 
-    // Fill the next slot with `bytes`, a multiple of 16; `meanwhile`, again and again until there is room.
+    // Until the next slot may be filled; `meanwhile`, again and again.
     template <class Meanwhile>
-    __device__ __forceinline__ void fill(const void* from, u32 bytes, Meanwhile meanwhile) {
+    __device__ __forceinline__ void await_room(Meanwhile meanwhile) {
+        timed(ring, FOR_ROOM, [&] {
+            while (!barrier_passed(&ring.empty[at.slot], at.phase ^ 1)) meanwhile();
+        });
         if (asked == ON_THE_WAY) {
             timed(ring, FOR_MEMORY, [&] { barrier_wait(&ring.full[coming.slot], coming.phase); });
             coming.advance();
         } else {
             asked++;
         }
-        timed(ring, FOR_ROOM, [&] {
-            while (!barrier_passed(&ring.empty[at.slot], at.phase ^ 1)) meanwhile();
-        });
+    }
+
+    // The next slot, with `bytes`, a multiple of 16.
+    __device__ __forceinline__ void fill(const void* from, u32 bytes) {
         barrier_expect(&ring.full[at.slot], bytes);
         load_bytes(ring.slots[at.slot], from, bytes, &ring.full[at.slot]);
         at.advance();

@@ -38,8 +38,6 @@ __device__ __forceinline__ Words words_of(const Step& step) {
     words.attention = words.attended + ATTENDED / 2;
     words.inner = words.attention + HIDDEN;
     words.mlp = words.inner + INNER / 2;
-    words.apart = step.words_in_all / COPIES;
-    words.own = blockIdx.x % COPIES * words.apart;
     return words;
 }
 
@@ -52,7 +50,7 @@ struct Consumer {
     Cursor at;
     int buffer = 0, parity = 0;
     float x[OWN][2];  // this thread's pairs of the residual stream, in the model's dtype but held in fp32
-    float scale;      // of the outputs of a linear behind a norm
+    float eps;        // of the norm before the linear; below zero: there is none
     Part<BLOCKS> part;
     Part<GAINS ? BLOCKS : 0> rest;
 
@@ -75,43 +73,46 @@ struct Consumer {
         }
     }
 
-    // The sum of what the threads have each summed, known to all of them, as is then all that they left in shared memory.
-    __device__ __forceinline__ float sum_of_all(float sum) {
-        parity ^= 1;  // the other place may still be read
+    // Leave the sum of what this warp's threads have each summed; another place than the last, which may still be read.
+    __device__ __forceinline__ void leave_sum(float sum) {
         sum = sum_of_warp(sum);
+        parity ^= 1;
         if (threadIdx.x % WARP == 0) shared.sums.squares[parity][threadIdx.x / WARP] = sum;
-        sync_consumers();
-        sum = 0;
+    }
+
+    // 1/RMS of the vector whose squares' sums the warps have left, once all have.
+    __device__ __forceinline__ float inverse_rms(float eps) const {
+        float squares = 0;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) sum += shared.sums.squares[parity][warp];
-        return sum;
+        for (int warp = 0; warp < WARPS; warp++) squares += shared.sums.squares[parity][warp];
+        return rsqrtf(squares / HIDDEN + eps);
     }
 
     // x += multiplier · post(branch), rounded to the model's dtype.
     __device__ __forceinline__ void join(const u64* from, u32 epoch, const Post& post) {
-        u32 data[OWN][2];
+        float branch[OWN][2] = {}, by = post.multiplier;
         timed(shared.ring, FOR_WORDS, [&] {
-            receive([&](int i) { return from + words.own + 2 * pair_of(i); }, valid_of(HIDDEN), epoch, data);
+            receive<OWN>([&](int i) { return from + 2 * pair_of(i); }, valid_of(HIDDEN), epoch, [&](int i, u32 low, u32 high) {
+                branch[i][0] = __uint_as_float(low), branch[i][1] = __uint_as_float(high);
+            });
         });
-        float by = post.multiplier, squares = 0;
         if (post.eps >= 0) {
+            float squares = 0;
 #pragma unroll
-            for (int i = 0; i < 2 * OWN; i++) {
-                const float value = __uint_as_float(data[i / 2][i % 2]);
-                squares = fmaf(value, value, squares);
-            }
-            by *= rsqrtf(sum_of_all(squares) / HIDDEN + post.eps);
+            for (int i = 0; i < 2 * OWN; i++) squares = fmaf(branch[i / 2][i % 2], branch[i / 2][i % 2], squares);
+            leave_sum(squares);
+            sync_consumers();
+            by *= inverse_rms(post.eps);
         }
 #pragma unroll
         for (int i = 0; i < 2 * OWN; i++) {
             const bool gain = post.gain && i / 2 < valid_of(HIDDEN);
-            const float branch = __uint_as_float(data[i / 2][i % 2]) * by;
             float& own = x[i / 2][i % 2];
-            own = rounded(own + branch * (gain ? post.gain[2 * pair_of(i / 2) + i % 2] : 1));
+            own = rounded(own + branch[i / 2][i % 2] * by * (gain ? post.gain[2 * pair_of(i / 2) + i % 2] : 1));
         }
     }
 
-    // What a linear behind a norm reads: x times the gain; and the scale of its outputs.
+    // What a linear behind a norm reads: x times the gain. The sum of squares is known when the outputs are.
     __device__ __forceinline__ void take_residual(const Norm& norm) {
         float squares = 0;
 #pragma unroll
@@ -125,25 +126,24 @@ struct Consumer {
             ((u32*)shared.input.high)[pair_of(i)] = both;
             if (GAINS) ((u32*)shared.input.rest)[pair_of(i)] = packed(low - low_of(both), high - high_of(both));
         }
-        squares = sum_of_all(squares);
-        scale = norm.eps >= 0 ? rsqrtf(squares / HIDDEN + norm.eps) : 1;
+        sync_consumers();
         part.take<HIDDEN>(shared.input.high);
         if (GAINS) rest.take<HIDDEN>(shared.input.rest);
+        eps = norm.eps;
+        leave_sum(squares);
     }
 
     // What came in pairs of 16-bit floats.
     template <int WIDTH>
     __device__ __forceinline__ void take_pairs(const u64* from, u32 epoch) {
-        constexpr int LOADS = loads_of(WIDTH / 2);
-        u32 data[LOADS][2];
         timed(shared.ring, FOR_WORDS, [&] {
-            receive([&](int i) { return from + words.own + 2 * pair_of(i); }, valid_of(WIDTH / 2), epoch, data);
+            receive<loads_of(WIDTH / 2)>(
+                [&](int i) { return from + 2 * pair_of(i); }, valid_of(WIDTH / 2), epoch,
+                [&](int i, u32 low, u32 high) { ((uint2*)shared.input.high)[pair_of(i)] = make_uint2(low, high); });
         });
-#pragma unroll
-        for (int i = 0; i < LOADS; i++)
-            if (i < valid_of(WIDTH / 2)) ((uint2*)shared.input.high)[pair_of(i)] = make_uint2(data[i][0], data[i][1]);
         sync_consumers();
         part.take<WIDTH>(shared.input.high);
+        eps = -1;
     }
 
     __device__ __forceinline__ const float* bias_of(Linear linear, const Layer& layer) const {
@@ -156,20 +156,18 @@ struct Consumer {
         }
     }
 
-    // Output n, by the lane that has copy `copy` of it, if any. `up`: of a gated MLP.
-    __device__ __forceinline__ void finish(Linear linear, int n, int copy, float value, float up, u32 epoch) const {
-        const long long at = copy * words.apart;
+    // Output n, known to all its lanes, of which one has it if it is `there`. `up`: of a gated MLP.
+    __device__ __forceinline__ void finish(Linear linear, int n, bool there, float value, float up, u32 epoch) const {
         if (linear == FROM_ATTENTION || linear == DOWN) {
-            u64* to = linear == DOWN ? words.mlp : words.attention;
-            if (copy >= 0) put_word(to + at + n, __float_as_uint(value), epoch);
+            if (there) put_word((linear == DOWN ? words.mlp : words.attention) + n, __float_as_uint(value), epoch);
         } else if (linear == UP) {
             value = activated(value);
             if (GATED) value *= up;
             const float next = __shfl_down_sync(~0u, value, WARPS);
-            if (copy >= 0 && n % 2 == 0) put_word(words.inner + at + n / 2, packed(value, next), epoch);
+            if (there && n % 2 == 0) put_word(words.inner + n / 2, packed(value, next), epoch);
         } else if (linear == TO_QKV) {
-            if (copy >= 0) put_word(words.qkv + at + n, __float_as_uint(rounded(value)), epoch);
-        } else if (copy == 0) {
+            if (there) put_word(words.qkv + n, __float_as_uint(rounded(value)), epoch);
+        } else if (there) {
             value *= step.head_multiplier;
             step.logits[n] = step.head_softcap > 0 ? step.head_softcap * tanhf(value / step.head_softcap) : value;
         }
@@ -179,7 +177,6 @@ struct Consumer {
     __device__ __forceinline__ void apply(Linear linear, const Matrix& of, const float* bias, u32 epoch) {
         const int output = threadIdx.x / WARPS, warp = threadIdx.x % WARPS;  // whose sums this thread adds up
         const Share share = shared.shares[linear];
-        const float by = linear == FROM_ATTENTION || linear == DOWN ? 1 : scale;
 #pragma unroll 1
         for (int begun = 0; begun < share.count; begun += GROUP, buffer ^= 1) {
             auto& sums = shared.sums.rows[buffer];
@@ -194,14 +191,14 @@ struct Consumer {
                 sum_rows<HIDDEN>(shared.ring, at, sums, part, rest, count, of.parts);
             }
             timed(shared.ring, FOR_WARPS, [] { sync_consumers(); });  // whoever is a group ahead writes elsewhere
+            const float by = eps >= 0 ? inverse_rms(eps) : 1;
             float value = sums[warp][output], up = of.parts == 2 ? sums[warp][GROUP + output] : 0;
 #pragma unroll
             for (int apart = 1; apart < WARPS; apart *= 2) {
                 value += __shfl_xor_sync(~0u, value, apart);
                 if (GATED) up += __shfl_xor_sync(~0u, up, apart);
             }
-            const int copy = output < count && warp < COPIES ? warp : -1;
-            finish(linear, n, copy, value * by + of_value, up * by + of_up, epoch);
+            finish(linear, n, output < count && warp == 0, value * by + of_value, up * by + of_up, epoch);
         }
     }
 

@@ -1,11 +1,10 @@
 // What a block reads of weights and cache in one step, in the order in which it does: the producing thread's view.
 //
-// While the ring is full, memory has nothing to do for this block; then what comes behind the ring is asked into the L2, no
-// faster than this block's share of memory's speed, so that nobody else waits for it.
-// Macros: AHEAD (slots behind the ring, at most), HIDDEN, INNER, GATED.
+// Memory is asked at a steady pace, a block's share of its speed: whoever asks for more at once makes the others wait, and
+// all wait for the slowest. While the ring is full, what comes behind it is asked into the L2.
+// Macros: AHEAD (slots behind the ring, at most), PACE (cycles per KiB), HIDDEN, INNER, GATED.
 
 constexpr int ATTENDED = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr int BYTES_PER_CYCLE = 16;  // of memory, for one block
 enum Linear { TO_QKV, FROM_ATTENTION, UP, DOWN, HEAD };  // in the order in which a step takes them, but for the last
 
 __device__ __forceinline__ Place place_of(const Step& step) {
@@ -93,18 +92,26 @@ struct Stream {
 __device__ __forceinline__ void produce(Ring& ring, const Step& step, const Share* shares) {
     Filler filler = {ring};
     Stream stream(step, shares), ahead(step, shares);
-    int lead = 0;  // slots by which `ahead` is in front
-    long long free = 0;
+    int lead = 0;        // slots by which `ahead` is in front
+    long long free = 0;  // when memory may be asked again
     Chunk chunk, later;
+    const auto take_turn = [&](u32 bytes) { free = max(free, clock64()) + (bytes >> 10) * PACE; };
     const auto look_ahead = [&] {
         if (lead == AHEAD || clock64() < free || !ahead.next(later)) return;
         prefetch_bytes(later.from, later.bytes);
-        free = clock64() + later.bytes / BYTES_PER_CYCLE;
+        take_turn(later.bytes);
         lead++;
     };
 #pragma unroll 1
     while (stream.next(chunk)) {
-        if (lead) lead--; else if (AHEAD) ahead.next(later);
-        filler.fill(chunk.from, chunk.bytes, look_ahead);
+        filler.await_room(look_ahead);
+        if (lead) {
+            lead--;
+        } else {
+            if (AHEAD) ahead.next(later);
+            while (clock64() < free) {}
+            take_turn(chunk.bytes);
+        }
+        filler.fill(chunk.from, chunk.bytes);
     }
 }
