@@ -216,7 +216,7 @@ __device__ __forceinline__ u32 join_stretches(
     constexpr int BATCH = 8;
 #pragma unroll 1
     for (int first = 1; first < stretches; first += BATCH) {
-        float data[2 * BATCH][2];
+        float data[2 * BATCH][2] = {};
         const auto place = [&](int i) { return words + (2ll * first + i) * PART_WORDS; };
         receive<2 * BATCH>(place, 2 * min(BATCH, stretches - first), epoch, [&](int i, u32 low, u32 high) {
             data[i][0] = __uint_as_float(low), data[i][1] = __uint_as_float(high);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void publish(
             total = fmaf(by, heads.total[warp][g], total);
             low = fmaf(by, mixed[warp][pair][0], low), high = fmaf(by, mixed[warp][pair][1], high);
         }
-        u64* words = to.parts + (own.head * PAIRS + pair) * 2;
+        u64* words = to.parts() + (own.head * PAIRS + pair) * 2;
         if (own.number) {
             words += 2ll * own.number * PART_WORDS;
             put_word(words, __float_as_uint(low), epoch);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void publish(
             put_word(words + PART_WORDS + 1, __float_as_uint(total), epoch);
         } else {
             const u32 both = join_stretches(best, total, low, high, words, stretches, epoch);
-            put_word(to.attended + ((own.head * SHARING + g) * HEAD_DIM + channel) / 2, both, epoch);
+            put_word(to.attended() + ((own.head * SHARING + g) * HEAD_DIM + channel) / 2, both, epoch);
         }
     }
 }
@@ -319,7 +319,7 @@ __device__ __forceinline__ void attend(
 #pragma unroll 1
     for (int index = blockIdx.x; index < KV_HEADS * stretches; index += gridDim.x) {
         const Stretch own = stretch_of(layer, place.position, stretches, index);
-        fetch_heads(heads, words.qkv, epoch, layer, own.head, angles);
+        fetch_heads(heads, words.qkv(), epoch, layer, own.head, angles);
         attend_stretch(ring, at, heads, mixed, layer, own.stop - own.start, own.number == 0);
         publish(heads, mixed, words, own, stretches, epoch);
         const long long here = cached(step, place, own.head, place.position);

@@ -104,15 +104,24 @@ class DecodeStep:
         words = sum(_words(shape, blocks))
         self._words = torch.zeros(words, dtype=torch.int64, device=device)
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # and how many blocks have left
+        self._likeliest = torch.zeros(1, dtype=torch.int64, device=device)
         self._waited = torch.zeros((blocks if settings.timed else 0, len(WAITING)), dtype=torch.int64, device=device)
         packed = b"".join(map(packed_layer, self._layers))
         self._table = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
 
     def __call__(self, slots: Tensor, chosen: Tensor, lengths: Tensor) -> Tensor:
         """`slots`: (1,), `chosen`, `lengths`: (slots,), int64 on the device. Returns logits (1, vocabulary) fp32."""
+        return self._launch(slots, chosen, lengths, None, -1)
+
+    def settled(self, slots: Tensor, chosen: Tensor, lengths: Tensor, following: Tensor, *, spare: int) -> Tensor:
+        """The same, and then what `kernels.decode.settle.settle` does. `following`: (1,) int64."""
+        return self._launch(slots, chosen, lengths, following, spare)
+
+    def _launch(self, slots: Tensor, chosen: Tensor, lengths: Tensor, following: Tensor | None, spare: int) -> Tensor:
         logits = torch.empty((1, self._ends.head.shape[0]), dtype=torch.float32, device=self._ends.head.device)
-        tensors = self._table, slots, chosen, lengths, logits, self._layers[0].keys
-        argument = packed_step(self._ends, *tensors, self._words, self._epoch, self._waited, len(self._layers))
+        own = self._words, self._epoch, self._likeliest, self._waited
+        tensors = self._table, slots, chosen, lengths, logits, following, self._layers[0].keys, *own
+        argument = packed_step(self._ends, *tensors, layers=len(self._layers), spare=spare)
         launch(self._kernel.function, self._grid, (argument,), torch.cuda.current_stream(logits.device).cuda_stream)
         return logits
 
@@ -212,11 +221,11 @@ def _columns(width: int, most: int) -> int:
 
 
 def _words(shape: StepShape, blocks: int) -> list[int]:
-    """Words of q, k and v, of the parts of attention, of its outputs, of its branch, of the MLP's inside and branch."""
+    """Words of q, k and v, of attention's outputs and branch, of the MLP's inside and branch, of attention's parts."""
     attended = shape.heads * shape.head_dim
     qkv = attended + 2 * shape.kv_heads * shape.head_dim
     parts = max(1, blocks // shape.kv_heads) * 2 * attended
-    return [qkv, parts, attended // 2, shape.hidden, shape.inner // 2, shape.hidden]
+    return [qkv, attended // 2, shape.hidden, shape.inner // 2, shape.hidden, parts]
 
 
 def packed_layer(layer: LayerData) -> bytes:
@@ -242,22 +251,26 @@ def packed_step(
     chosen: Tensor,
     lengths: Tensor,
     logits: Tensor,
+    following: Tensor | None,
     keys: Tensor,
     words: Tensor,
     epoch: Tensor,
+    likeliest: Tensor,
     waited: Tensor,
+    *,
     layers: int,
+    spare: int,
 ) -> bytes:
     """`struct Step` of program.cuh. `table`: the layers', packed; `keys`: any layer's; `epoch`: and blocks gone."""
     return (
         struct.pack("4Q", *map(_pointer, (table, ends.embedding, ends.head, ends.bias)))
         + _packed_norm(ends.norm)
-        + struct.pack("4Q", *map(_pointer, (slots, chosen, lengths, logits)))
+        + struct.pack("5Q", *map(_pointer, (slots, chosen, lengths, logits, following)))
         + struct.pack("3Q", _pointer(words), epoch.data_ptr(), epoch.data_ptr() + epoch.itemsize)
-        + struct.pack("Q", _pointer(waited))
+        + struct.pack("2Q", *map(_pointer, (likeliest, waited)))
         + struct.pack("2q", *keys.stride()[:2])
         + struct.pack("3f", ends.multiplier, ends.head_multiplier, ends.softcap or 0.0)
-        + struct.pack("3i", layers, ends.head.shape[0], words.numel())
+        + struct.pack("4i4x", layers, ends.head.shape[0], words.numel(), spare)
     )
 
 

@@ -7,6 +7,22 @@
 // A word may be overwritten only when all its readers have read it. That follows from the flow of data: whoever writes
 // a vector of layer l + 1 has received vectors to which every reader of that vector of layer l contributed afterwards.
 
+// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM.
+
+constexpr int ATTENDED = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+
+// Where the words of each vector lie: one element in fp32 in a word, or a pair in 16 bits each.
+struct Words {
+    u64* base;
+
+    __device__ __forceinline__ u64* qkv() const { return base; }
+    __device__ __forceinline__ u64* attended() const { return qkv() + QKV; }  // in pairs
+    __device__ __forceinline__ u64* attention() const { return attended() + ATTENDED / 2; }
+    __device__ __forceinline__ u64* inner() const { return attention() + HIDDEN; }  // in pairs
+    __device__ __forceinline__ u64* mlp() const { return inner() + INNER / 2; }
+    __device__ __forceinline__ u64* parts() const { return mlp() + HIDDEN; }  // of attention, by stretches
+};
+
 constexpr int EIGHT = 8;  // elements that a thread takes together: 16 bytes of 16-bit floats
 
 __device__ __forceinline__ void put_word(u64* to, u32 data, u32 epoch) {

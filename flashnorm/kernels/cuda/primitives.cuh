@@ -24,12 +24,13 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
         "@!done bra again; }" ::"r"(address(barrier)), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 parity) {
+// Whether it has passed, perhaps after some wait of at most so many nanoseconds.
+__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 parity, u32 nanoseconds) {
     u32 passed;
     asm volatile(
         "{ .reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done; }" : "=r"(passed) : "r"(address(barrier)), "r"(parity) : "memory");
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n"
+        "selp.u32 %0, 1, 0, done; }" : "=r"(passed) : "r"(address(barrier)), "r"(parity), "r"(nanoseconds) : "memory");
     return passed;
 }
 
@@ -51,6 +52,18 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      address(to)),
                  "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
+}
+
+// For what is read once: it leaves the L2 before all else.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void load_bytes_once(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+                 "%4;" ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(barrier)), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) {

@@ -22,21 +22,20 @@ struct Layer {
     int window;                          // 0: none
 };
 
-struct Words {  // one allocation, in this order
-    u64 *qkv, *parts, *attended, *attention, *inner, *mlp;
-};
-
 struct Step {
     const Layer* layer;
     const u16 *embedding, *head;
     const float* head_bias;
     Norm head_norm;
-    const long long *slot, *chosen, *lengths;  // the latter two by slot
+    const long long* slot;
+    long long *chosen, *lengths;  // by slot
     float* logits;
+    long long* following;  // the likeliest next token, which then also ends the step: chosen, one longer. Null: it does not
     u64* words;
     u32 *epoch, *left;
+    u64* likeliest;
     u64* waited;  // where the kernel is timed: (blocks, WAITING)
     long long slot_stride, head_stride;  // of the cache, in elements
     float multiplier, head_multiplier, head_softcap;
-    int layers, vocabulary, words_in_all;
+    int layers, vocabulary, words_in_all, spare;  // `spare`: the slot that never grows
 };

@@ -4,6 +4,7 @@
 // memory busy; more would only make everybody else wait longer), TIMED (count what threads wait for).
 
 constexpr int THREADS = WARP * WARPS;  // that consume
+constexpr u32 SOME_TIME = 300;         // nanoseconds that the producing thread may sleep, for it takes time from others
 
 // Cycles that the first consuming thread and the first producing one spend waiting, by what for, and in all.
 enum Waiting { FOR_SLOT, FOR_WORDS, FOR_WARPS, FOR_MEMORY, FOR_ROOM, IN_ALL, WAITING };
@@ -44,12 +45,13 @@ struct Filler {
     Ring& ring;
     Cursor at, coming;
     int asked = 0;
+    u64 policy = evict_first();
 
     // Until the next slot may be filled; `meanwhile`, again and again.
     template <class Meanwhile>
     __device__ __forceinline__ void await_room(Meanwhile meanwhile) {
         timed(ring, FOR_ROOM, [&] {
-            while (!barrier_passed(&ring.empty[at.slot], at.phase ^ 1)) meanwhile();
+            while (!barrier_passed(&ring.empty[at.slot], at.phase ^ 1, SOME_TIME)) meanwhile();
         });
         if (asked == ON_THE_WAY) {
             timed(ring, FOR_MEMORY, [&] { barrier_wait(&ring.full[coming.slot], coming.phase); });
@@ -62,7 +64,7 @@ struct Filler {
     // The next slot, with `bytes`, a multiple of 16.
     __device__ __forceinline__ void fill(const void* from, u32 bytes) {
         barrier_expect(&ring.full[at.slot], bytes);
-        load_bytes(ring.slots[at.slot], from, bytes, &ring.full[at.slot]);
+        load_bytes_once(ring.slots[at.slot], from, bytes, &ring.full[at.slot], policy);
         at.advance();
     }
 };

@@ -32,13 +32,11 @@ struct Shared {
     Share shares[5];  // of each linear
 };
 
-__device__ __forceinline__ Words words_of(const Step& step) {
-    Words words = {step.words, step.words + QKV};
-    words.attended = words.parts + max(1, gridDim.x / KV_HEADS) * 2 * PART_WORDS;
-    words.attention = words.attended + ATTENDED / 2;
-    words.inner = words.attention + HIDDEN;
-    words.mlp = words.inner + INNER / 2;
-    return words;
+// The order of logits, and of tokens from last to first among equals. NaN is below all.
+__device__ __forceinline__ u64 ranked(float logit, int token) {
+    const u32 bits = __float_as_uint(logit);
+    if (logit != logit) return 0;
+    return (u64)(bits >> 31 ? ~bits : bits | 0x80000000) << 32 | ~(u32)token;
 }
 
 // The consuming warps' state.
@@ -50,7 +48,8 @@ struct Consumer {
     Cursor at;
     int buffer = 0, parity = 0;
     float x[OWN][2];  // this thread's pairs of the residual stream, in the model's dtype but held in fp32
-    float eps;        // of the norm before the linear; below zero: there is none
+    u64 likeliest = 0;  // of the logits of this thread
+    float eps;          // of the norm before the linear; below zero: there is none
     Part<BLOCKS> part;
     Part<GAINS ? BLOCKS : 0> rest;
 
@@ -63,7 +62,7 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(Shared& shared, const Step& step)
         : shared(shared), step(step), place(place_of(step)),
-          words(words_of(step)) {
+          words{step.words} {
         const u32* row = (const u32*)(step.embedding + (long long)place.token * HIDDEN);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
@@ -157,19 +156,21 @@ struct Consumer {
     }
 
     // Output n, known to all its lanes, of which one has it if it is `there`. `up`: of a gated MLP.
-    __device__ __forceinline__ void finish(Linear linear, int n, bool there, float value, float up, u32 epoch) const {
+    __device__ __forceinline__ void finish(Linear linear, int n, bool there, float value, float up, u32 epoch) {
         if (linear == FROM_ATTENTION || linear == DOWN) {
-            if (there) put_word((linear == DOWN ? words.mlp : words.attention) + n, __float_as_uint(value), epoch);
+            if (there) put_word((linear == DOWN ? words.mlp() : words.attention()) + n, __float_as_uint(value), epoch);
         } else if (linear == UP) {
             value = activated(value);
             if (GATED) value *= up;
             const float next = __shfl_down_sync(~0u, value, WARPS);
-            if (there && n % 2 == 0) put_word(words.inner + n / 2, packed(value, next), epoch);
+            if (there && n % 2 == 0) put_word(words.inner() + n / 2, packed(value, next), epoch);
         } else if (linear == TO_QKV) {
-            if (there) put_word(words.qkv + n, __float_as_uint(rounded(value)), epoch);
+            if (there) put_word(words.qkv() + n, __float_as_uint(rounded(value)), epoch);
         } else if (there) {
             value *= step.head_multiplier;
-            step.logits[n] = step.head_softcap > 0 ? step.head_softcap * tanhf(value / step.head_softcap) : value;
+            if (step.head_softcap > 0) value = step.head_softcap * tanhf(value / step.head_softcap);
+            step.logits[n] = value;
+            likeliest = max(likeliest, ranked(value, n));
         }
     }
 
@@ -221,11 +222,11 @@ struct Consumer {
             if (linear == FROM_ATTENTION)
                 attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, epoch);
             if (linear == FROM_ATTENTION) {
-                take_pairs<ATTENDED>(words.attended, epoch);
+                if (shared.shares[FROM_ATTENTION].count) take_pairs<ATTENDED>(words.attended(), epoch);
             } else if (linear == DOWN) {
-                take_pairs<INNER>(words.inner, epoch);
+                if (shared.shares[DOWN].count) take_pairs<INNER>(words.inner(), epoch);
             } else {
-                if (i) join(linear == UP ? words.attention : words.mlp, joined,
+                if (i) join(linear == UP ? words.attention() : words.mlp(), joined,
                             linear == UP ? layer.attention_post : before.mlp_post);
                 if (linear == UP) fetch_layer(i / 4 + 1);  // behind it the threads meet, before the layer begins
                 take_residual(linear == TO_QKV ? layer.attention : linear == UP ? layer.mlp : step.head_norm);
@@ -233,14 +234,29 @@ struct Consumer {
             joined = epoch;
             apply(linear, of, bias_of(linear, layer), epoch);
         }
+        if (!step.following) return;
+#pragma unroll
+        for (int apart = 1; apart < WARP; apart *= 2) likeliest = max(likeliest, __shfl_xor_sync(~0u, likeliest, apart));
+        if (threadIdx.x % WARP == 0) atomicMax(step.likeliest, likeliest);
     }
 };
 
-// The last block to leave moves the epoch on. Where it would wrap, words that have long not been written could come to
+// Append the likeliest token, as `settle` of kernels/decode/settle.py does. Where all logits are NaN: the last token.
+__device__ __forceinline__ void settle(const Step& step) {
+    const u64 best = atomicExch(step.likeliest, 0);
+    const long long token = best ? ~(u32)best : step.vocabulary - 1, slot = *step.slot;
+    *step.following = step.chosen[slot] = token;
+    step.lengths[slot] = slot == step.spare ? 0 : step.lengths[slot] + 1;
+}
+
+// The last block to leave ends the step and moves the epoch on. Where it would wrap, words that have long not been written could come to
 // look new, so all are forgotten.
 __device__ __forceinline__ void leave(const Step& step, u32 epoch) {
+    __threadfence();
     if (atomicAdd(step.left, 1) != gridDim.x - 1) return;
+    __threadfence();
     *step.left = 0;
+    if (step.following) settle(step);
     const u32 next = epoch + step.layers;
     const bool wraps = next + step.layers < next;  // in the next launch
     *step.epoch = wraps ? 0 : next;

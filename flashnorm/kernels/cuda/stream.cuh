@@ -4,7 +4,6 @@
 // all wait for the slowest. While the ring is full, what comes behind it is asked into the L2.
 // Macros: AHEAD (slots behind the ring, at most), PACE (cycles per KiB), HIDDEN, INNER, GATED.
 
-constexpr int ATTENDED = HEADS * HEAD_DIM, QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 enum Linear { TO_QKV, FROM_ATTENTION, UP, DOWN, HEAD };  // in the order in which a step takes them, but for the last
 
 __device__ __forceinline__ Place place_of(const Step& step) {

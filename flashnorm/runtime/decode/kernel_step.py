@@ -17,6 +17,7 @@ from flashnorm.kernels.decode.attention import decode_attention, splits_for
 from flashnorm.kernels.decode.begin import begin
 from flashnorm.kernels.decode.join import join
 from flashnorm.kernels.decode.matvec import Surroundings, matvec, tile_for
+from flashnorm.kernels.decode.settle import settle
 from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
 from flashnorm.runtime.decode.cache import Cache
 from flashnorm.runtime.decode.one_kernel import whole_step
@@ -44,6 +45,14 @@ class KernelStep:
             x = self._attention(x, layer.attention, packed, cache, slots, positions)
             x = _mlp(x, layer.mlp, packed)
         return self._logits(x)
+
+    def settled(self, slots: Tensor, chosen: Tensor, lengths: Tensor, following: Tensor, *, spare: int) -> Tensor:
+        """The same, and the likeliest tokens appended: see `settle`. Logits (rows, vocabulary) fp32."""
+        if self._whole is not None and len(slots) == 1:
+            return self._whole.settled(slots, chosen, lengths, following, spare=spare)
+        logits = self(slots, chosen, lengths)
+        settle(logits, slots, chosen, lengths, following, spare=spare)
+        return logits
 
     def _attention(
         self, x: Tensor, by: Attention, packed: PackedLayer, cache: tuple[Tensor, Tensor], slots: Tensor, at: Tensor

@@ -73,7 +73,7 @@ class Program(Slots):
         spec, slots = self._spec, self.slots
         self._packing: Packing = pack(spec)
         table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
-        self._state = State(slots, spec.device, table, kernels=kernels)
+        self._state = State(slots, spec.device, table)
         self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk)
         self._runner = Runner(self._make_step(kernels, one_kernel), self._state, capture=capture)
 

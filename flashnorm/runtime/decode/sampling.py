@@ -114,7 +114,8 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, chance: Te
     cumulative = torch.softmax(torch.where(keep, ordered, -torch.inf), -1).double().cumsum(-1)
     # Scaled by the sum as computed, so that rounding can leave no chance beyond it, and never a token with no chance.
     index = (cumulative <= chance.double()[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
-    return order.gather(1, torch.minimum(index, keep.sum(-1, keepdim=True) - 1)).squeeze(1)
+    last = (keep.sum(-1, keepdim=True) - 1).clamp(min=0)  # nothing is kept of NaN, but a token there must be
+    return order.gather(1, torch.minimum(index, last)).squeeze(1)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -6,16 +6,14 @@ import torch
 from torch import Tensor
 
 from flashnorm.runtime.decode.sampling import Sampling, SamplingTable
-from flashnorm.runtime.decode.step import Step
+from flashnorm.runtime.decode.step import SettlingStep, Step
 
 
 class State:
     """`lengths` and `chosen`: (slots + 1,) int64; the last entry belongs to the rows that fill a bucket up."""
 
-    def __init__(self, slots: int, device: torch.device, table: SamplingTable, *, kernels: bool = False) -> None:
-        """`kernels`: end greedy steps through a kernel."""
+    def __init__(self, slots: int, device: torch.device, table: SamplingTable) -> None:
         self.spare = slots
-        self._kernels = kernels
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.chosen = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._table = table
@@ -37,9 +35,10 @@ class State:
 
         Reads and writes device memory only, the same at every call, so that it can be captured.
         """
+        if greedy and isinstance(step, SettlingStep):
+            following = torch.empty_like(slots)
+            return step.settled(slots, self.chosen, self.lengths, following, spare=self.spare), following
         logits = step(slots, self.chosen, self.lengths)
-        if greedy and self._kernels:
-            return logits, self._settled(logits, slots)
         if not greedy:
             self._table.see(slots, self.chosen[slots])
         lengths = self.lengths[slots] + 1
@@ -48,13 +47,6 @@ class State:
         self.lengths[slots] = lengths
         self.lengths[self.spare :].zero_()
         return logits, following
-
-    def _settled(self, logits: Tensor, slots: Tensor) -> Tensor:
-        from flashnorm.kernels.decode.settle import settle
-
-        following = torch.empty_like(slots)
-        settle(logits, slots, self.chosen, self.lengths, following, spare=self.spare)
-        return following
 
     def _next(self, logits: Tensor, slots: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
         return logits.argmax(-1) if greedy else self._table.choose(logits, slots, positions)

@@ -6,7 +6,7 @@ product and the residual stream. In between, arithmetic is in fp32.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,18 @@ class Step(Protocol):
     """
 
     def __call__(self, slots: Tensor, chosen: Tensor, lengths: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class SettlingStep(Step, Protocol):
+    """One that can also append the likeliest tokens itself."""
+
+    def settled(self, slots: Tensor, chosen: Tensor, lengths: Tensor, following: Tensor, *, spare: int) -> Tensor:
+        """The same, with chosen[slots] = following = argmax(logits) and lengths[slots] += 1.
+
+        But 0 for the slot `spare`. `following`: (rows,) int64.
+        """
+        ...
 
 
 class TorchStep:

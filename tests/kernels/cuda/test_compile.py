@@ -85,7 +85,7 @@ def test_the_step_compiles_and_is_laid_out_as_python_has_it(name, timed):
     size = decode_step.shared_bytes(shape, settings)
     some = torch.zeros(1, 1, 1)
     layer = decode_step.packed_layer(decode_step.LayerData(*[some] * 6, scale=1.0))
-    step = decode_step.packed_step(decode_step.Ends(some, some), *[some] * 9, layers=1)
+    step = decode_step.packed_step(decode_step.Ends(some, some), *[some] * 11, layers=1, spare=0)
     asserted = f"""
         static_assert(sizeof(Shared) <= {size - 128}, "Python reckons too little");
         static_assert(sizeof(Layer) == {len(layer)}, "another layer");
