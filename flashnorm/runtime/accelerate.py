@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from flashnorm.errors import Refusal
+from flashnorm.errors import CapacityError, Refusal, Unsupported
+from flashnorm.runtime.decode.spec import Spec
 from flashnorm.runtime.level_one import apply_level_one, undo_level_one
 from flashnorm.runtime.level_two import LevelTwo, spec_of
 from flashnorm.runtime.replace import Replaced
@@ -42,10 +43,11 @@ def accelerate(model: Model, *, max_batch: int = 8, max_length: int | None = Non
     become one product. Every site is compared with norm and linear in float64 on a probe, before and after; what
     differs stays stock. No weight is changed or duplicated. `model.unaccelerate()` restores the original modules.
 
-    `level`: 1 (None means that), or 2, for decoder-only language models: `model.generate` then runs steps of a decode
-    program that reads the same weights, with `max_batch` sequences of `max_length` tokens (default: what the model
-    allows, at most 4096) in a cache allocated here; other arguments of `generate` than the program knows run on level
-    one, with a warning. Level one allocates nothing and takes any batch and length.
+    `level`: 1, or 2, for decoder-only language models: `model.generate` then runs steps of a decode program that reads
+    the same weights, with `max_batch` sequences of `max_length` tokens (default: what the model allows, at most 4096)
+    in a cache allocated here; other arguments of `generate` than the program knows run on level one, with a warning.
+    Level one allocates nothing and takes any batch and length. None (default): on a CUDA device 2 where that can be,
+    and else 1, for a reason that `model.acceleration.program` gives; on other devices 1.
 
     Returns `model`. Raises, with nothing changed, `Refusal` where an argument or the model's state is not acceptable,
     `Unsupported` where level two cannot run the model, `CapacityError` where the cache does not fit, and what
@@ -54,19 +56,44 @@ def accelerate(model: Model, *, max_batch: int = 8, max_length: int | None = Non
     _require_arguments(level, max_batch, max_length)
     _require_model(model)
     with torch.inference_mode(False), _host_by_default():  # observing counts writes, which inference tensors do not
-        spec = spec_of(model, max_length) if level == 2 else None  # read from the stock model
+        tried = level is None and _on_gpu(model)
+        spec, why = _spec(model, max_length, tried) if tried or level == 2 else (None, "")  # of the stock model
         done = apply_level_one(model)
         try:
-            level_two = None if spec is None else LevelTwo(model, spec, max_batch=max_batch)
+            level_two, why = (None, why) if spec is None else _level_two(model, spec, max_batch, tried)
         except BaseException:
             undo_level_one(model, done.replaced)
             raise
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    reached = 1 if level_two is None else 2
     model.__dict__["acceleration"] = Acceleration(
-        kind, level or 1, done.sites, "" if level_two is None else level_two.described
+        kind, reached, done.sites, why if level_two is None else level_two.described
     )
     model.__dict__["unaccelerate"] = _Unaccelerate(model, done.replaced, level_two)
     return model
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    return any(parameter.device.type == "cuda" for parameter in model.parameters())
+
+
+def _spec(model: nn.Module, max_length: int | None, tried: bool) -> tuple[Spec | None, str]:
+    """What the model computes; or, where level two was `tried` rather than asked for, why it cannot be."""
+    try:
+        return spec_of(model, max_length), ""
+    except Unsupported as error:
+        if not tried:
+            raise
+        return None, f"not level 2: {error}"
+
+
+def _level_two(model: nn.Module, spec: Spec, max_batch: int, tried: bool) -> tuple[LevelTwo | None, str]:
+    try:
+        return LevelTwo(model, spec, max_batch=max_batch), ""
+    except CapacityError as error:
+        if not tried:
+            raise
+        return None, f"not level 2: {error}"
 
 
 def _host_by_default() -> AbstractContextManager[object]:

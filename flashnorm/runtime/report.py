@@ -34,7 +34,7 @@ class Acceleration:
     model_type: str
     level: int
     sites: tuple[SiteReport, ...]
-    program: str = ""  # level two: how many sequences of what length, and their cache
+    program: str = ""  # level two: how many sequences of what length, and their cache; or why it is not level two
 
     @property
     def replaced(self) -> dict[str, tuple[str, ...]]:

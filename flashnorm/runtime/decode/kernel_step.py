@@ -1,18 +1,19 @@
 """One step of some rows against the cache, through the decode kernels.
 
-One row: every weight is read by a matrix-vector kernel that does all that surrounds the product, or, where that is
-asked for, the whole step is one kernel. Several rows: the deferred operations and the library's matmuls read every
-weight once for all rows.
+One row: the whole step is one kernel where the GPU and the model allow it, and else every weight is read by a
+matrix-vector kernel that does all that surrounds the product. Several rows: the deferred operations and the library's
+matmuls read every weight once for all rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashnorm.errors import Unsupported
 from flashnorm.kernels.decode.attention import decode_attention, splits_for
 from flashnorm.kernels.decode.begin import begin
 from flashnorm.kernels.decode.join import join
@@ -25,14 +26,26 @@ from flashnorm.runtime.decode.packing import PackedLayer, Packing
 from flashnorm.runtime.decode.prefill import activated, head_logits, normed_linear
 from flashnorm.runtime.decode.spec import Attention, Linear, Mlp, Norm, Spec
 
+if TYPE_CHECKING:
+    from flashnorm.kernels.cuda.decode_step import DecodeStep
+
 
 class KernelStep:
     """The same as `TorchStep`, on a device that Triton runs on; what it queues can be captured in a graph."""
 
-    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, one_kernel: bool = False) -> None:
-        """Raises `Unsupported` where `one_kernel` is asked for and the GPU or the model does not allow it."""
+    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, one_kernel: bool | None = None) -> None:
+        """Raises `Unsupported` where `one_kernel` is asked for and the GPU or the model does not allow it.
+
+        None: where both do.
+        """
         self._spec, self._packing, self._cache = spec, packing, cache
-        self._whole = whole_step(spec, packing, cache) if one_kernel else None
+        self._whole: DecodeStep | None = None
+        if one_kernel is not False:
+            try:
+                self._whole = whole_step(spec, packing, cache)
+            except Unsupported:
+                if one_kernel:
+                    raise
         slots, most = cache.keys[0].shape[0], max(layer.attention.kv_heads for layer in spec.layers)
         self._arrived = torch.zeros(2 * slots * most, dtype=torch.int32, device=spec.device)  # rows: a power of two
 

@@ -41,13 +41,14 @@ class Program(Slots):
         max_length: int | None = None,
         kernels: bool | None = None,
         graphs: bool | None = None,
-        one_kernel: bool = False,
+        one_kernel: bool | None = None,
         chunk: int = CHUNK,
     ) -> None:
         """`slots`: sequences at once; `max_length`: tokens of one, at most (default) those that the spec was read for.
 
         `kernels`: run steps through the Triton kernels (default: on a CUDA device). `graphs`: capture them (default:
-        with kernels on a CUDA device). `one_kernel`: run steps of one sequence as one kernel, which needs a Hopper GPU.
+        with kernels on a CUDA device). `one_kernel`: run steps of one sequence as one kernel, which needs a Hopper GPU
+        (default: with kernels, where that and the model allow it).
         `chunk`: tokens of a prompt at once. Raises `CapacityError` where the cache does not fit, `Refusal` for sizes
         that make no sense, and `Unsupported` where one kernel is asked for and cannot be.
         """
@@ -69,7 +70,7 @@ class Program(Slots):
         with running_on(spec.device):
             self._prepare(kernels, one_kernel, capture, chunk)
 
-    def _prepare(self, kernels: bool, one_kernel: bool, capture: bool, chunk: int) -> None:
+    def _prepare(self, kernels: bool, one_kernel: bool | None, capture: bool, chunk: int) -> None:
         spec, slots = self._spec, self.slots
         self._packing: Packing = pack(spec)
         table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
@@ -134,7 +135,7 @@ class Program(Slots):
         self._runner.close()
         self._packing.undo()
 
-    def _make_step(self, kernels: bool, one_kernel: bool) -> Step:
+    def _make_step(self, kernels: bool, one_kernel: bool | None) -> Step:
         if one_kernel and self._spec.device.type != "cuda":
             raise Unsupported(f"a step as one kernel needs a GPU; the model is on {self._spec.device}")
         if not kernels and not one_kernel:
