@@ -119,8 +119,8 @@ def row_warps(width: int) -> int:
 
 
 def scale_products(products: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write products · row_scale[:, None] · column_scale + bias. `products`: (at least M, N) int32, contiguous; `out`:
-    (M, N), rows contiguous; scales fp32."""
+    """Write products · row_scale[:, None] · column_scale + bias. `products`: (at least M, N) int32 or fp32,
+    contiguous; `out`: (M, N), rows contiguous; scales fp32."""
     M, N = out.shape
     pdl = supports_pdl(out.device)
     _scale_kernel[(M, triton.cdiv(N, _BLOCK))](

@@ -15,8 +15,7 @@ from flashnorm.kernels.arguments import check_quantized_linear, check_separate
 from flashnorm.kernels.dispatch import WIDEST_ROW, triton_runs
 from flashnorm.kernels.layout import addressable, on_device_of, row_contiguous
 from flashnorm.kernels.ops import written_in_place
-
-_LEAST_ROWS = 32  # the library's integer product takes no fewer than 17
+from flashnorm.kernels.w8a8_products import LEAST_ROWS, float8_product, int8_product
 
 
 def rms_linear_w8a8(
@@ -107,10 +106,8 @@ def _write(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Te
     with on_device_of(x), written_in_place(out) as target:
         if not library_multiplies(rows, weight):
             target.copy_(reference.rms_linear_w8a8(rows, weight, weight_scale, eps, bias))
-        elif weight.dtype == torch.int8:
-            _int8(rows, weight, weight_scale, eps, bias, target)
         else:
-            _float8(rows, weight, weight_scale, eps, bias, target)
+            _multiply(rows, weight, weight_scale, eps, bias, target)
 
 
 def library_multiplies(x: Tensor, weight: Tensor) -> bool:
@@ -123,34 +120,13 @@ def library_multiplies(x: Tensor, weight: Tensor) -> bool:
     return weight.dtype == torch.int8 or capability == (9, 0) or (capability >= (8, 9) and x.dtype != torch.float32)
 
 
-def _float8(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Tensor | None, out: Tensor) -> None:
-    """Fast accumulation stays off: Hopper's matrix units keep only some 14 bits of a sum, unless told otherwise."""
+def _multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Tensor | None, out: Tensor) -> None:
     from flashnorm.kernels.quantise import quantise
 
-    codes, scale = x.new_empty(x.shape, dtype=weight.dtype), x.new_empty(len(x), dtype=torch.float32)
-    quantise(x, eps, codes, scale)
-    inside = bias is not None and x.dtype != torch.float32  # the library adds no fp32 bias
-    written = torch.empty_like(out, memory_format=torch.contiguous_format) if not out.is_contiguous() else out
-    torch._scaled_mm(
-        codes,
-        weight.t(),
-        scale[:, None],
-        weight_scale[None, :],
-        bias=bias if inside else None,
-        out_dtype=x.dtype,
-        out=written,
-    )
-    if bias is not None and not inside:
-        written.add_(bias)
-    if written is not out:
-        out.copy_(written)
-
-
-def _int8(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Tensor | None, out: Tensor) -> None:
-    """Rows of codes beyond those of x are left as they are: what they give is not read."""
-    from flashnorm.kernels.quantise import quantise, scale_products
-
-    codes = x.new_empty((max(len(x), _LEAST_ROWS), x.shape[1]), dtype=torch.int8)
+    integer = weight.dtype == torch.int8
+    rows = max(len(x), LEAST_ROWS) if integer else len(x)
+    codes = x.new_empty((rows, x.shape[1]), dtype=weight.dtype)
     scale = x.new_empty(len(x), dtype=torch.float32)
     quantise(x, eps, codes, scale)
-    scale_products(torch._int_mm(codes, weight.t()), scale, weight_scale, bias, out)
+    product = int8_product if integer else float8_product
+    product(codes, scale, weight, weight_scale, bias, out)

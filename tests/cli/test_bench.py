@@ -11,9 +11,10 @@ from flashnorm.cli.main import main
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run, for minutes")
-def test_without_a_gpu_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("what", ["op", "fp8"])
+def test_without_a_gpu_it_is_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["bench", "op", "--record", str(tmp_path / "record.json")])
+        main(["bench", what, "--record", str(tmp_path / "record.json")])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("flashnorm: ")

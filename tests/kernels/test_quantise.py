@@ -98,29 +98,43 @@ _SCRIPT = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from flashnorm.bench import norm_quant
 from flashnorm.kernels import quantise
-found = {}
-for name, pointer in (("fp8", "*fp8e4nv"), ("int8", "*i8")):
-    constants = dict(LARGEST=448.0, WIDTH=1024, INTEGER=name == "int8", INTERPRETED=False, PDL=True)
-    kinds = dict(x="*bf16", codes=pointer, scale="*fp32", x_stride="i32", codes_stride="i32", K="i32", eps="fp32")
-    source = ASTSource(quantise._quantise_kernel, signature={**kinds, **dict.fromkeys(constants, "constexpr")},
+
+def ptx(kernel, kinds, **constants):
+    source = ASTSource(kernel, signature={**kinds, **dict.fromkeys(constants, "constexpr")},
                        constexprs={(len(kinds) + n,): value for n, value in enumerate(constants.values())})
-    found[name] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"]
-print(json.dumps(found))
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"]
+
+def row(kernel, codes, **gain):
+    kinds = dict(x="*bf16", **gain, codes=codes, scale="*fp32", x_stride="i32", codes_stride="i32", K="i32", eps="fp32")
+    return ptx(kernel, kinds, LARGEST=448.0, WIDTH=1024, INTEGER=codes == "*i8", INTERPRETED=False, PDL=True)
+
+def scaled(products):
+    kinds = dict(products=products, row_scale="*fp32", column_scale="*fp32", bias="*bf16", out="*bf16",
+                 out_stride="i32", N="i32")
+    return ptx(quantise._scale_kernel, kinds, HAS_BIAS=True, BLOCK=1024, PDL=True)
+
+print(json.dumps({
+    "fp8": row(quantise._quantise_kernel, "*fp8e4nv"), "int8": row(quantise._quantise_kernel, "*i8"),
+    "baseline fp8": row(norm_quant._norm_quant_kernel, "*fp8e4nv", gain="*bf16"),
+    "scaled int32": scaled("*i32"), "scaled fp32": scaled("*fp32"),
+}))
 """
 
 
-def test_compiles_for_hopper_with_conversions_that_round_to_nearest_and_nothing_read_before_the_wait():
+def test_what_is_compiled_for_hopper_rounds_to_nearest_and_reads_nothing_before_its_wait():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert "cvt.rn.satfinite.e4m3x2.f32" in found["fp8"]
+    assert len(found) == 5
+    assert all("cvt.rn.satfinite.e4m3x2.f32" in found[name] for name in ("fp8", "baseline fp8"))
     assert "0f4B400000" in found["int8"]  # the addition that rounds is not folded away
     assert "0fCB400000" in found["int8"]
-    for code in found.values():
+    for name, code in found.items():
         before, after = code.split("griddepcontrol.wait")
         assert "ld.global" not in before
         assert "ld.global" in after
         assert "griddepcontrol.launch_dependents" in after
-        assert "div.rn.f32" in after
+        assert ("div.rn.f32" in after) != name.startswith("scaled")

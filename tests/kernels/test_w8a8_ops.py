@@ -44,13 +44,34 @@ def test_the_kernels_way_around_the_library_s_matmul(of, bias, dtype):
     cases.need_triton()
     operands = cases.case(3, 96, 48, of, bias=bias)
     weight = quantize_weight(operands.weight, dtype)
-    way = w8a8_ops._int8 if dtype == torch.int8 else w8a8_ops._float8
     whole = torch.full((5, 64), 7.0, dtype=of, device=cases.DEVICE)
     for out in (whole[1:4, :48], torch.empty(3, 48, dtype=of, device=cases.DEVICE)):
-        way(operands.x, *weight, cases.EPS, operands.bias, out)
+        w8a8_ops._multiply(operands.x, *weight, cases.EPS, operands.bias, out)
         assert _exceeds(out, operands, weight) <= 1
     assert (whole[[0, 4]] == 7).all()
     assert (whole[:, 48:] == 7).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of", [torch.float16, torch.float32])
+def test_where_the_library_has_no_kernel_with_scales_they_are_applied_after_it(of, bias, monkeypatch):
+    cases.need_triton()
+    operands = cases.case(3, 96, 48, of, bias=bias)
+    weight = quantize_weight(operands.weight)
+    library, said = torch._scaled_mm, "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
+
+    def refusing(codes, right, scale, *given, **options):
+        if scale.numel() > 1:
+            raise RuntimeError(said)
+        return library(codes, right, scale, *given, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", refusing)
+    out = torch.empty(3, 48, dtype=of, device=cases.DEVICE)
+    w8a8_ops._multiply(operands.x, *weight, cases.EPS, operands.bias, out)
+    assert _exceeds(out, operands, weight) <= 1
+    said = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        w8a8_ops._multiply(operands.x, *weight, cases.EPS, operands.bias, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
