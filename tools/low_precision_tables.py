@@ -15,6 +15,7 @@ from tools import tables
 from tools.tables import RECORDS, ROOT, table
 
 PAGE = ROOT / "docs" / "low-precision.md"
+_VOCABULARY = 49152  # of SmolLM2: the perplexity of guessing blindly
 _TITLES = ("weights", "scale for each", "activations", "quantised", "folded, then quantised")
 _DIFFERENCES = ("difference", "99.9% interval", "control", "folding first is")
 
@@ -59,6 +60,8 @@ def _scheme_line(row: dict[str, Any]) -> tuple[str, ...]:
 
 def verdict(row: dict[str, Any]) -> str:
     """What a row shows: an effect has to leave zero out of its interval and to exceed the control's."""
+    if row["perplexity_quantised"] > _VOCABULARY:
+        return "of no matter: worse than guessing"
     difference, control = row["difference"], max(map(abs, row["control_differences"]))
     if difference["low"] <= 0 <= difference["high"] or abs(difference["mean"]) <= control:
         return "no different, as far as shown"

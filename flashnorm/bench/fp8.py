@@ -19,10 +19,10 @@ from flashnorm.bench.limits import Ceilings, measure_ceilings
 from flashnorm.bench.op import BARE, OURS, REPEATS, ROWS, WEIGHTS
 from flashnorm.errors import CheckFailed, DeviceError
 from flashnorm.kernels.bounds import exceeds
-from flashnorm.kernels.codes import quantize_rows, quantize_weight
+from flashnorm.kernels.codes import LARGEST, quantize_rows, quantize_weight
 from flashnorm.kernels.timing import COLD_BYTES, Timing, time_side_by_side
 from flashnorm.kernels.tuning import EPS, Shape
-from flashnorm.kernels.w8a8_bounds import codes_exceed, expected_rms_linear_w8a8
+from flashnorm.kernels.w8a8_bounds import codes_exceed, expected_rms_linear_w8a8, quotients_exceed
 from flashnorm.kernels.w8a8_ops import rms_linear_w8a8
 from flashnorm.kernels.w8a8_products import float8_product
 
@@ -45,6 +45,8 @@ class Operands:
     weight_scale: tuple[Tensor, ...]
     out: tuple[Tensor, ...]
     gain: Tensor
+    static_value: float  # the scale of the largest normed magnitude of the first x, for every token
+    static_scale: Tensor  # the same, (M,)
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ def operands_of(shape: Shape, device: torch.device) -> Operands:
     xs = tuple(normal(shape.m, 1.0) for _ in range(count))
     ready = [quantize_rows(x, _FLOAT8) for x in xs]
     weights = [quantize_weight(normal(shape.n, 0.02)) for _ in range(count)]
+    static = float((_normed(xs[0]).abs().max() / LARGEST[_FLOAT8]).float())
     return Operands(
         xs,
         tuple(codes for codes, _ in ready),
@@ -162,7 +165,14 @@ def operands_of(shape: Shape, device: torch.device) -> Operands:
         tuple(weight.scale for weight in weights),
         tuple(torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device) for _ in range(count)),
         torch.ones(shape.k, dtype=torch.bfloat16, device=device),
+        static,
+        torch.full((shape.m,), static, device=device),
     )
+
+
+def _normed(x: Tensor) -> Tensor:
+    """RMSNorm of `x` in fp64; the gain is one."""
+    return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
 
 
 def contenders(operands: Operands, *, static: bool) -> dict[str, _Call]:
@@ -175,7 +185,7 @@ def contenders(operands: Operands, *, static: bool) -> dict[str, _Call]:
         ),
     }
     if static:
-        found[STATIC] = _static(operands)
+        found[STATIC] = lambda i: _multiply(operands, i, *_static(operands, i))
     return found
 
 
@@ -188,37 +198,22 @@ def _norm_quant(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def _static(operands: Operands) -> _Call:
-    """FlashInfer's norm and quantisation with one scale for the whole tensor, known beforehand, and one for the weight.
+def _static(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
+    """FlashInfer's norm and quantisation with one scale for the whole tensor, known beforehand.
 
     Less work and less accurate: it looks for no largest magnitude.
     """
     from flashinfer.norm import rmsnorm_quant
 
-    one = torch.ones((), device=operands.gain.device)
-
-    def call(i: int) -> object:
-        x = operands.x[i]
-        codes = x.new_empty(x.shape, dtype=_FLOAT8)
-        rmsnorm_quant(codes, x, operands.gain, 1.0, EPS)
-        out = operands.out[i]
-        return torch._scaled_mm(codes, operands.weight[i].t(), one, one, out_dtype=out.dtype, out=out)
-
-    return call
+    x, scale = operands.x[i], operands.static_scale
+    codes = x.new_empty(x.shape, dtype=_FLOAT8)
+    rmsnorm_quant(codes, x, operands.gain, operands.static_value, EPS)
+    return codes, scale
 
 
 def _multiply(operands: Operands, i: int, codes: Tensor, scale: Tensor) -> None:
     """The library's matmul, as our operation calls it."""
     float8_product(codes, scale, operands.weight[i], operands.weight_scale[i], None, operands.out[i])
-
-
-def _measure_row(shape: Shape, ceilings: Ceilings, device: torch.device, *, static: bool) -> Row:
-    operands = operands_of(shape, device)
-    calls = contenders(operands, static=static)
-    _check_codes(shape, operands)
-    errors = {name: _error(shape, name, calls[name], operands) for name in (OURS, FUSED)}
-    timings = time_side_by_side(calls, len(operands.x), REPEATS)
-    return Row(shape.m, shape.k, shape.n, errors[OURS], timings, limit(shape, ceilings))
 
 
 def _our_codes(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
@@ -231,25 +226,31 @@ def _our_codes(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-_CODES = {OURS: _our_codes, FUSED: _norm_quant}
+_CODES = {OURS: _our_codes, FUSED: _norm_quant, STATIC: _static}
 
 
-def _check_codes(shape: Shape, operands: Operands) -> None:
-    """Both take the nearest codes of x, which are those of its norm."""
-    for name, make in _CODES.items():
-        error = codes_exceed(operands.x[0], make(operands, 0)[0])
-        if not error <= 1:
-            raise CheckFailed(f"codes of {name} for {shape} are wrong: {error:.3g} half steps from the quotient")
+def _measure_row(shape: Shape, ceilings: Ceilings, device: torch.device, *, static: bool) -> Row:
+    operands = operands_of(shape, device)
+    calls = contenders(operands, static=static)
+    errors = {name: _error(shape, name, calls[name], operands) for name in calls if name != BARE}
+    timings = time_side_by_side(calls, len(operands.x), REPEATS)
+    return Row(shape.m, shape.k, shape.n, errors[OURS], timings, limit(shape, ceilings))
 
 
 def _error(shape: Shape, name: str, call: _Call, operands: Operands) -> float:
-    """The worst error of a result, into a poisoned buffer, in units of its bound; nothing wrong is timed."""
+    """The worst error of a result, into a poisoned buffer, in units of its bound; nothing wrong is timed.
+
+    Its codes must be the nearest to x, which dynamically are those of the norm too, and its output what they give.
+    """
+    x, codes = operands.x[0], _CODES[name](operands, 0)[0]
+    static = operands.static_scale.double()[:, None] if name == STATIC else None
+    far = codes_exceed(x, codes) if static is None else quotients_exceed(_normed(x) / static, codes, 2.0**-20)
+    if not far <= 1:
+        raise CheckFailed(f"codes of {name} for {shape} are wrong: {far:.3g} half steps from the quotient")
     operands.out[0].fill_(float("nan"))
     call(0)
-    x, codes = operands.x[0], _CODES[name](operands, 0)[0]
-    expected = expected_rms_linear_w8a8(
-        x, codes, operands.weight[0], operands.weight_scale[0], EPS, matrix_units=x.is_cuda
-    )
+    weight = operands.weight[0], operands.weight_scale[0]
+    expected = expected_rms_linear_w8a8(x, codes, *weight, EPS, matrix_units=x.is_cuda, row_scale=static)
     error = exceeds(operands.out[0], expected)
     if not error <= 1:
         raise CheckFailed(f"{name} is wrong for {shape}: its error is {error:.3g} times the bound")

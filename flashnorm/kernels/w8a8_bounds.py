@@ -33,11 +33,16 @@ def expected_rms_linear_w8a8(
     bias: Tensor | None = None,
     *,
     matrix_units: bool = False,
+    row_scale: Tensor | None = None,
 ) -> Expected:
-    """The oracle of `rms_linear_w8a8` for the `codes` (M, K) of `x` (M, K). `matrix_units`: those of a GPU multiply."""
+    """The oracle of `rms_linear_w8a8` for the `codes` (M, K) of `x` (M, K). `matrix_units`: those of a GPU multiply.
+
+    `row_scale`: (M, 1) where it is not the dynamic one over the RMS.
+    """
     wide = x.double()
-    magnitude = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    row_scale = magnitude / LARGEST[weight.dtype] * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if row_scale is None:
+        magnitude = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+        row_scale = magnitude / LARGEST[weight.dtype] * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     left, right = codes.double() * row_scale, weight.double() * weight_scale.double()[:, None]
     product = left @ right.t()
     value = product if bias is None else product + bias.double()
@@ -51,12 +56,14 @@ def expected_rms_linear_w8a8(
 
 
 def codes_exceed(x: Tensor, codes: Tensor) -> float:
-    """The largest distance of `codes` (M, K) from the quotients of finite `x` (M, K), in half steps; right up to 1.
+    """The largest distance of `codes` (M, K) from the quotients of finite `x` (M, K), in half steps; right up to 1."""
+    wide = x.double()
+    magnitude = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+    return quotients_exceed(wide / magnitude * LARGEST[codes.dtype], codes)
 
-    A few roundings of fp32 are allowed for in the quotient.
-    """
-    wide, largest = x.double(), LARGEST[codes.dtype]
-    quotient = wide / wide.abs().amax(-1, keepdim=True).clamp(min=LEAST) * largest
-    allowed = half_step(quotient, codes.dtype) + 2.0**-21 * quotient.abs()
+
+def quotients_exceed(quotient: Tensor, codes: Tensor, rounded: float = 2.0**-21) -> float:
+    """The same for quotients (M, K) in fp64. `rounded`: how far, of itself, arithmetic in fp32 may move a quotient."""
+    allowed = half_step(quotient, codes.dtype) + rounded * quotient.abs()
     error = (codes.double() - quotient).abs() / allowed
     return torch.where(error.isnan(), float("inf"), error).max().item()

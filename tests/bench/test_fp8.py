@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -22,6 +24,10 @@ from tests.kernels import cases
 CEILINGS = Ceilings(bytes_per_us=4e6, flops_per_us=1.5e9)
 SHAPE = Shape(3, 64, 32)
 CPU = torch.device("cpu")
+
+
+def _has_fp8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _row(ours: tuple[float, ...], fused: tuple[float, ...] = (10.0, 11.0, 12.0)) -> Row:
@@ -133,9 +139,34 @@ def test_the_record_keeps_every_sample_and_makes_the_table():
     assert "in 1 of 2 rows, and with a median not above it in 1" in summary_sentence(record)
 
 
-def test_the_static_contender_is_added_on_request(monkeypatch):
-    monkeypatch.setattr(fp8, "_static", lambda operands: print)
-    monkeypatch.setattr(fp8, "COLD_BYTES", 1)
-    operands = fp8.operands_of(SHAPE, CPU)
-    assert STATIC in fp8.contenders(operands, static=True)
-    assert STATIC not in fp8.contenders(operands, static=False)
+@pytest.mark.skipif(cases.DEVICE == "cuda", reason="here kernels are compiled, and the command itself runs")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_static_contender_is_added_on_request_and_checked_too(wrong, on_the_host, monkeypatch):
+    """FlashInfer has no CPU path, so its place is taken by plain torch, once with the scale forgotten."""
+    cases.need_triton()
+
+    def plain(codes, x, gain, scale, eps):
+        normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * gain
+        codes.copy_((normed / (1.0 if wrong else scale)).float())
+
+    flashinfer = types.ModuleType("flashinfer.norm")
+    flashinfer.rmsnorm_quant = plain
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.norm", flashinfer)
+    if wrong:
+        with pytest.raises(CheckFailed, match="codes of flashinfer"):
+            list(measure(CEILINGS, CPU, [SHAPE], static=True))
+    else:
+        [row] = measure(CEILINGS, CPU, [SHAPE], static=True)
+        assert list(row.timings) == [BARE, FUSED, OURS, STATIC]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _has_fp8(), reason="needs a CUDA GPU with e4m3; its parts run on the CPU above")
+def test_a_shape_on_the_device():
+    device, shape = torch.device("cuda", 0), Shape(64, 576, 960)
+    [row] = measure(fp8.fp8_ceilings(device), device, [shape])
+    assert 0 < row.error <= 1
+    names = fp8.launched(fp8.contenders(fp8.operands_of(shape, device), static=False)[OURS])
+    assert len(names) <= 2  # no pass for the norm beside the one that takes the codes
+    assert names == [] or "_quantise_kernel" in names[0]

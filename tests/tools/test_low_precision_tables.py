@@ -91,6 +91,7 @@ def test_a_verdict_needs_an_interval_without_zero_and_more_than_the_control():
     assert verdict(_scheme(0.03, 0.01, 0.05)) == "worse"
     assert verdict(_scheme(0.03, -0.01, 0.07)).startswith("no different")
     assert verdict(_scheme(0.03, 0.01, 0.05, (0.0, -0.04))).startswith("no different")
+    assert verdict({**_scheme(0.03, 0.01, 0.05), "perplexity_quantised": 1e6}).startswith("of no matter")
 
 
 def test_what_the_record_says_of_itself_holds_together():
