@@ -40,14 +40,30 @@ def quantise(record: dict[str, Any]) -> str:
         f"{record['model']}, {record['tokens']:,} tokens; without quantisation {record['perplexity']:.3f}, folded "
         f"{record['perplexity_folded']:.3f}. {tables.where_from(record['provenance'])}.{whole}"
     )
-    return "\n".join([*table((*_TITLES, *_DIFFERENCES), map(_scheme_line, record["rows"])), "", about, ""])
+    lines = table((*_TITLES, *_DIFFERENCES), map(_scheme_line, record["rows"]))
+    return "\n".join([*lines, "", _findings(record["rows"]), "", about, ""])
+
+
+def _findings(rows: list[dict[str, Any]]) -> str:
+    """The schemes by verdict."""
+    by_verdict: dict[str, list[str]] = {}
+    for row in rows:
+        codes = "weights and activations" if row["activations"] else "weights"
+        by_verdict.setdefault(verdict(row), []).append(f"{row['weights']} {codes} with a scale for each {_shared(row)}")
+    return " ".join(f"Folding first is {says}, for {'; '.join(which)}." for says, which in by_verdict.items())
+
+
+def _shared(row: dict[str, Any]) -> str:
+    """What of a weight has a scale in common."""
+    group = row["group"]
+    return {"tensor": "tensor", "channel": "output"}.get(group, f"{group} inputs")
 
 
 def _scheme_line(row: dict[str, Any]) -> tuple[str, ...]:
-    group, difference = row["group"], row["difference"]
+    difference = row["difference"]
     return (
         row["weights"],
-        {"tensor": "tensor", "channel": "output"}.get(group, f"{group} inputs"),
+        _shared(row),
         f"{row['weights']}, a scale for each token" if row["activations"] else "fp32",
         f"{row['perplexity_quantised']:.3f}",
         f"{row['perplexity_folded_then_quantised']:.3f}",
@@ -61,7 +77,7 @@ def _scheme_line(row: dict[str, Any]) -> tuple[str, ...]:
 def verdict(row: dict[str, Any]) -> str:
     """What a row shows: an effect has to leave zero out of its interval and to exceed the control's."""
     if row["perplexity_quantised"] > _VOCABULARY:
-        return "of no matter: worse than guessing"
+        return "of no matter (blind guessing is better)"
     difference, control = row["difference"], max(map(abs, row["control_differences"]))
     if difference["low"] <= 0 <= difference["high"] or abs(difference["mean"]) <= control:
         return "no different, as far as shown"

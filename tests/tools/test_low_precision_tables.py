@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from benchmarks.quantise import SCHEMES
 from flashnorm.bench.fp8 import FUSED, Row
 from flashnorm.bench.fp8_record import fp8_record
 from flashnorm.bench.limits import Ceilings
@@ -71,6 +72,7 @@ def test_records_fill_the_tables(records):
     assert "flashnorm: `_quantise_kernel`, `gemm`." in text
     line = "| int4 | 64 inputs | fp32 | 30.000 | 29.000 | -0.0300 | -0.0500 to -0.0100 | +0.0010, -0.0020 | better |"
     assert line in text
+    assert "Folding first is better, for int4 weights with a scale for each 64 inputs." in text
     assert "NVIDIA H200, driver 580, torch 2.11.0; `a command` at 0123456789ab, 2026-12-01" in text
 
 
@@ -104,3 +106,6 @@ def test_what_the_record_says_of_itself_holds_together():
         mean = math.log(row["perplexity_folded_then_quantised"] / row["perplexity_quantised"])
         assert mean == pytest.approx(row["difference"]["mean"], abs=1e-9)
         assert row["difference"]["low"] <= mean <= row["difference"]["high"]
+    assert {(row["weights"], row["group"], row["activations"]) for row in record["rows"]} == {
+        (scheme.kind, scheme.group, scheme.activations) for scheme in SCHEMES
+    }
