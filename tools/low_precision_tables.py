@@ -6,6 +6,7 @@ no record yet, the place says so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ _DIFFERENCES = ("difference", "99.9% interval", "control", "folding first is")
 def fp8(record: dict[str, Any]) -> str:
     """One line per shape of a record of `flashnorm bench fp8`, and which kernels ran."""
     ceilings = record["ceilings"]
-    kernels = "; ".join(f"{name}: {', '.join(f'`{one}`' for one in ran)}" for name, ran in record["kernels"].items())
+    kernels = "; ".join(f"{name}: {', '.join(map(_short, ran))}" for name, ran in record["kernels"].items())
     about = (
         f"{summary_sentence(record)}. {tables.where_from(record['provenance'])}. Limit: "
         f"{ceilings['read_bytes_per_second'] / 1e12:.2f} TB/s read, {ceilings['e4m3_flops_per_second'] / 1e12:.0f} "
@@ -31,6 +32,11 @@ def fp8(record: dict[str, Any]) -> str:
     )
     ran = [f"Kernels of one call. {kernels}.", ""] if kernels else []
     return "\n".join([*table(table_titles(record), table_lines(record)), "", about, "", *ran])
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without what a template or a signature adds, which can be hundreds of characters."""
+    return f"`{re.split('[<(]', kernel, maxsplit=1)[0]}`"
 
 
 def quantise(record: dict[str, Any]) -> str:

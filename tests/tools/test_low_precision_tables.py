@@ -41,7 +41,7 @@ def _scheme(mean: float, low: float, high: float, control: tuple[float, float] =
 def records(tmp_path, monkeypatch):
     monkeypatch.setattr(low_precision_tables, "RECORDS", tmp_path)
     rows = [Row(1, 64, 32, 0.5, {name: Timing((t,) * 3) for name, t in ((BARE, 8), (FUSED, 11), (OURS, 10))}, 2.0)]
-    fp8 = fp8_record(rows, Ceilings(4e6, 1.5e9), {OURS: ["_quantise_kernel", "gemm"]}, SOURCE)
+    fp8 = fp8_record(rows, Ceilings(4e6, 1.5e9), {OURS: ["_quantise_kernel", "void gemm<128, 64>(float*)"]}, SOURCE)
     quality = {"complete": True, "provenance": SOURCE, "model": "SmolLM2", "tokens": 8192, "perplexity": 23.0}
     quality |= {"perplexity_folded": 23.0, "rows": [_scheme(-0.03, -0.05, -0.01)]}
     for name, record in {"fp8-h200": fp8, "quantise-smollm2": quality}.items():
@@ -69,7 +69,7 @@ def test_records_fill_the_tables(records):
     assert "Not measured yet" not in text
     assert "| 64,32 | 1 | 8.00 | 11.00 | 10.00 | 0.00 | 0.909 | 1.250 | 20 | yes |" in text
     assert "in 1 of 1 rows" in text
-    assert "flashnorm: `_quantise_kernel`, `gemm`." in text
+    assert "flashnorm: `_quantise_kernel`, `void gemm`." in text
     line = "| int4 | 64 inputs | fp32 | 30.000 | 29.000 | -0.0300 | -0.0500 to -0.0100 | +0.0010, -0.0020 | better |"
     assert line in text
     assert "Folding first is better, for int4 weights with a scale for each 64 inputs." in text
