@@ -1,6 +1,6 @@
 """Does folding before quantisation cost or gain quality? Perplexity of SmolLM2-135M, quantised with and without a fold.
 
-    python -m benchmarks.quantise RECORD.json [--tokens 8192]
+    python -m benchmarks.quantise RECORD.json [--tokens 8192] [--dithered]
 
 Each scheme rounds the weights of every linear of the decoder layers to nearest, with symmetric scales; norms, embedding
 and head stay as they are. "Folded" folds the gains into the weights first. Both read the same tokens in fp32, and the
@@ -11,8 +11,10 @@ any model by chance, up or down. So a control rounds the weights anew without a 
 0.5% and 1% longer. A difference proves something of the fold where its interval leaves zero out and it is larger than
 the control's two differences.
 
-The weights are the values of a 4-bit file (Q4_1, blocks of 32 with a scale and a least value each), widened: no int4
-scheme here has that grid, but it is not a model as trained. The record is written after every scheme.
+The weights are the values of a 4-bit file (Q4_1, blocks of 32 with a scale and a least value each), widened. No scheme
+here has that grid, but weights on a grid without the fold, and on none with it, may favour the former. `--dithered`
+answers that, for int4: every weight of the source is first moved at random within its cell of the grid, which leaves a
+worse model without one. The record is written after every scheme.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from tests.conftest import _imported
 
 LARGEST_CODE = {"int8": LARGEST[torch.int8], "int4": 7.0, "e4m3": LARGEST[torch.float8_e4m3fn]}
 STEPS = (1.005, 1.01)  # of the control
+_BLOCK = 32  # inputs that share a step in Q4_1
 _ACTIVATIONS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -61,6 +64,16 @@ SCHEMES = (
 )
 
 
+def dither(model: nn.Module) -> None:
+    """Move the weights of the layers' linears at random within half a step of the grid of Q4_1, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    for linear in linears_of(model):
+        blocks = linear.weight.data.unflatten(1, (-1, _BLOCK))
+        step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15
+        moved = blocks + (torch.rand(blocks.shape, generator=generator) - 0.5) * step
+        linear.weight.data = moved.view_as(linear.weight)
+
+
 def rounded(weight: Tensor, scheme: Scheme, stretch: float = 1.0) -> Tensor:
     """The values that the codes of `weight` (N, K) stand for; `stretch` makes every step longer."""
     if isinstance(scheme.group, int):
@@ -78,7 +91,7 @@ def rounded(weight: Tensor, scheme: Scheme, stretch: float = 1.0) -> Tensor:
 @contextmanager
 def quantised(model: nn.Module, scheme: Scheme, stretch: float = 1.0) -> Iterator[None]:
     """The linears of the decoder layers compute with what codes stand for; afterwards they are as before."""
-    linears = [module for module in layers_of(model).modules() if isinstance(module, nn.Linear)]
+    linears = linears_of(model)
     originals = [linear.weight.data for linear in linears]
     hooks = []
     for linear in linears:
@@ -95,10 +108,9 @@ def quantised(model: nn.Module, scheme: Scheme, stretch: float = 1.0) -> Iterato
             linear.weight.data = original
 
 
-def layers_of(model: Any) -> nn.Module:
-    """The decoder's layers: all linears but the head's."""
-    layers: nn.Module = model.get_decoder().layers
-    return layers
+def linears_of(model: Any) -> list[nn.Linear]:
+    """Those of the decoder's layers: all but the head."""
+    return [module for module in model.get_decoder().layers.modules() if isinstance(module, nn.Linear)]
 
 
 def _round_input(module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -132,11 +144,16 @@ def perplexity(losses: Tensor) -> float:
     return float(losses.mean().exp())
 
 
-def measure(record: Path, tokens: int) -> None:
-    """Every scheme in turn."""
-    source_line = provenance(torch.device("cpu"), f"python -m benchmarks.quantise --tokens {tokens}", None)
+def measure(record: Path, tokens: int, *, dithered: bool) -> None:
+    """Every scheme in turn; of a dithered source those of int4."""
+    command = f"python -m benchmarks.quantise --tokens {tokens}" + (" --dithered" if dithered else "")
+    source_line = provenance(torch.device("cpu"), command, None)
+    schemes = [scheme for scheme in SCHEMES if scheme.kind == "int4" or not dithered]
     folder = _imported(torch.float32)
     source, folded = (flashnorm.load(folder, dtype=torch.float32) for _ in range(2))
+    if dithered:
+        dither(source)
+        dither(folded)
     flashnorm.fold(folded)
     samples = make_samples(open_subject(folder), sotu_text(), 1, tokens)
     assert samples.windows is not None
@@ -146,16 +163,16 @@ def measure(record: Path, tokens: int) -> None:
         "kind": "quantise",
         "complete": False,
         "provenance": source_line,
-        "model": "SmolLM2-135M-Instruct, widened from Q4_1",
+        "model": "SmolLM2-135M-Instruct, widened from Q4_1" + (" and dithered" if dithered else ""),
         "tokens": len(exact[0]),
         "interval": 0.999,
         "perplexity": perplexity(exact[0]),
         "perplexity_folded": perplexity(exact[1]),
         "rows": [],
     }
-    for scheme in SCHEMES:
+    for scheme in schemes:
         table["rows"].append(row(scheme, source, folded, losses))
-        table["complete"] = len(table["rows"]) == len(SCHEMES)
+        table["complete"] = len(table["rows"]) == len(schemes)
         write(table, record)
         print(table["rows"][-1], flush=True)
 
@@ -164,8 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--dithered", action="store_true", help="take the source's own 4-bit grid away first")
     arguments = parser.parse_args()
-    measure(arguments.record, arguments.tokens)
+    measure(arguments.record, arguments.tokens, dithered=arguments.dithered)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ def verdict(row: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "fp8-h200": (fp8, "flashnorm bench fp8 --record"),
     "quantise-smollm2": (quantise, "python -m benchmarks.quantise"),
+    "quantise-smollm2-dithered": (quantise, "python -m benchmarks.quantise --dithered"),
 }
 
 

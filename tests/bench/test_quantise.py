@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import flashnorm
-from benchmarks.quantise import SCHEMES, Scheme, layers_of, perplexity, quantised, rounded, row
+from benchmarks.quantise import SCHEMES, Scheme, dither, linears_of, perplexity, quantised, rounded, row
 from flashnorm.kernels.codes import half_step, quantize_rows
 from flashnorm.verify.perplexity import token_losses
 from tests.verify.tiny import tiny_model
@@ -47,6 +48,26 @@ def test_no_weight_moves_by_more_than_half_a_step(stretch, scheme):
     assert moved.max() > 0
 
 
+def test_dither_moves_weights_within_their_cells_and_leaves_no_grid():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
+    before = []
+    for linear in linears_of(model):  # put on a grid of 16 levels for each 32 inputs
+        blocks = linear.weight.data.unflatten(1, (-1, 32))
+        least, step = (
+            blocks.amin(-1, keepdim=True),
+            (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15,
+        )
+        linear.weight.data = (least + ((blocks - least) / step).round() * step).view_as(linear.weight)
+        before.append((linear.weight.data.clone(), step))
+    dither(model)
+    assert len(before) == 7
+    for linear, (weight, step) in zip(linears_of(model), before, strict=True):
+        moved = (linear.weight.data - weight).unflatten(1, (-1, 32)).abs() / step
+        assert 0.45 < moved.max() <= 0.5 + 1e-4
+        assert weight[0, :32].unique().numel() <= 2 * 16 < 2 * linear.weight[0, :32].unique().numel()
+
+
 def test_finer_schemes_move_weights_less():
     weight = _weight()
     error = {scheme: (rounded(weight, scheme) - weight).norm(dim=1)[0] for scheme in SCHEMES}
@@ -61,7 +82,7 @@ def test_linears_of_the_layers_are_quantised_and_given_back(scheme):
     before, clean = {name: p.clone() for name, p in model.named_parameters()}, _losses(model)
     with quantised(model, scheme):
         changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-        assert changed == {f"model.layers.{name}" for name, p in layers_of(model).named_parameters() if p.dim() == 2}
+        assert changed == {name for name, p in before.items() if p.dim() == 2 and "layers" in name}
         noisy = _losses(model)
     assert not torch.equal(noisy, clean)
     assert torch.equal(_losses(model), clean)

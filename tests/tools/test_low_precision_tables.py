@@ -44,7 +44,8 @@ def records(tmp_path, monkeypatch):
     fp8 = fp8_record(rows, Ceilings(4e6, 1.5e9), {OURS: ["_quantise_kernel", "void gemm<128, 64>(float*)"]}, SOURCE)
     quality = {"complete": True, "provenance": SOURCE, "model": "SmolLM2", "tokens": 8192, "perplexity": 23.0}
     quality |= {"perplexity_folded": 23.0, "rows": [_scheme(-0.03, -0.05, -0.01)]}
-    for name, record in {"fp8-h200": fp8, "quantise-smollm2": quality}.items():
+    made = {"fp8-h200": fp8, "quantise-smollm2": quality, "quantise-smollm2-dithered": quality}
+    for name, record in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     return tmp_path
 
