@@ -157,6 +157,26 @@ def test_faults_are_outside_the_bound(fault, dtype):
     assert _exceeds(wrong, operands, weight) > 1
 
 
+@pytest.mark.parametrize("fault", ["none", "no norm", "another row's scale", "no weight scale", "a step of 128 lost"])
+def test_faults_are_outside_the_wider_bound_of_matrix_units(fault):
+    """What is allowed to matrix units in e4m3 hides no fault that reaches a whole row, output or tile."""
+    operands = cases.case(8, 4096, 64, torch.float16)
+    operands.x.mul_(torch.linspace(0.2, 1, 8, device=cases.DEVICE)[:, None])
+    x, weight = operands.x, quantize_weight(operands.weight)
+    codes, other = quantize_rows(x, FLOAT8)[0], weight
+    scales = x.float().square().mean(-1, keepdim=True).rsqrt()
+    if fault == "no weight scale":
+        other = weight._replace(scale=weight.scale.mean().expand(64).contiguous())
+    elif fault == "a step of 128 lost":
+        other = weight._replace(codes=weight.codes.clone())
+        other.codes[:, 1024:1152] = 0
+    wrong = rms_linear_w8a8(x, *other, cases.EPS)
+    wrong = wrong / scales if fault == "no norm" else wrong
+    wrong = wrong * (scales.roll(1, 0) / scales) if fault == "another row's scale" else wrong
+    expected = expected_rms_linear_w8a8(x, codes, *weight, cases.EPS, matrix_units=True)
+    assert (exceeds(wrong, expected) > 1) == (fault != "none")
+
+
 def test_a_weight_s_rows_have_scales_of_their_own():
     weight = cases.case(1, 64, 3, torch.float32).weight
     weight[1] *= 1e6
