@@ -46,7 +46,8 @@ def row(*cells: object) -> str:
 def where_from(source: Mapping[str, Any]) -> str:
     """A record's provenance as a sentence, without its end."""
     versions = ", ".join(f"{name} {version}" for name, version in source["packages"].items() if version)
+    driver = f", driver {source['driver']}" if source["driver"] else ""
     return (
-        f"{source['device']}, driver {source['driver']}, {versions}; `{source['command']}` at {source['commit'][:12]}, "
+        f"{source['device']}{driver}, {versions}; `{source['command']}` at {source['commit'][:12]}, "
         f"{source['date'][:10]}"
     )

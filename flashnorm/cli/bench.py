@@ -1,4 +1,4 @@
-"""`flashnorm bench`: `op` is here, `e2e` beside it."""
+"""`flashnorm bench`: `op` is here, `e2e` and `fp8` beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashnorm.cli import bench_e2e
+from flashnorm.cli import bench_e2e, bench_fp8
 from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, against baselines and against the limit.")
 app.command("e2e")(bench_e2e.command)
+app.command("fp8")(bench_fp8.command)
 
 
 @app.command("op")

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashnorm.kernels.arguments import check_linear, check_separate
 from flashnorm.kernels.backward import gradients, keep
@@ -34,6 +36,10 @@ def rms_linear(
     sequence, which rounds the normed x too. Last axes that are not contiguous are copied. Gradients are those of the
     plain sequence, norm and sums in fp32 (`kernels.backward`); there are none with `out`.
 
+    A weight that brings its own matmul, such as torchao's quantised tensors, is multiplied by it: the normed x, with
+    the gain and rounded, goes through `torch.nn.functional.linear`. A gain that was not folded before the weight was
+    quantised is passed as `gain`.
+
     `static_weight` promises that no work that may still run writes the weight, as in inference, where it never changes:
     the kernels for one row then read it while the kernel before them ends. Without it a weight that was just written
     by a kernel, of any library, is read right.
@@ -41,11 +47,21 @@ def rms_linear(
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """
     check_linear(x, weight, backward=True, gain=gain, bias=bias, out=out)
+    if is_traceable_wrapper_subclass(weight):
+        return _own_linear(x, weight, eps, gain, bias, out)
     if out is None:
         return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias, static_weight)
     check_separate(out, x=x, weight=weight, gain=gain, bias=bias)
     torch.ops.flashnorm.rms_linear_out(x, weight, eps, gain, bias, static_weight, out)
     return out
+
+
+def _own_linear(
+    x: Tensor, weight: Tensor, eps: float, gain: Tensor | None, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """The plain sequence, by the weight's own matmul."""
+    product = F.linear(F.rms_norm(x, x.shape[-1:], gain, eps), weight, bias)
+    return product if out is None else out.copy_(product)
 
 
 @torch.library.custom_op("flashnorm::rms_linear", mutates_args=())

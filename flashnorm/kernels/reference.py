@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashnorm.kernels.codes import quantize_rows
+
 ACTIVATIONS: MappingProxyType[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": F.silu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "relu": F.relu}
 )
@@ -49,6 +51,18 @@ def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | 
 def add_sumsq(x: Tensor, residual: Tensor) -> WithSumsq:
     """residual + x, with the sum of squares that the next norm needs. Both (..., N)."""
     return _with_sumsq((x.to(_wide(x)) + residual).to(x.dtype))
+
+
+def rms_linear_w8a8(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """y = (codes(x) Wᵀ) · scale(x)/RMS(x) · weight_scale + bias. `x`: (M, K), `weight`: codes (N, K). Gives (M, N)."""
+    codes, scale = quantize_rows(x, weight.dtype)
+    scale = scale * torch.rsqrt(x.float().square().mean(-1) + eps)
+    if weight.dtype == torch.int8 and x.device.type == "cpu":
+        products = torch._int_mm(codes, weight.t()).float()
+    else:
+        products = codes.float() @ weight.float().t()
+    value = products * (scale[:, None] * weight_scale)
+    return (value if bias is None else value + bias.float()).to(x.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

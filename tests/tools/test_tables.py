@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools import kernel_tables, runtime_tables
-from tools.tables import RECORDS, row, table, with_tables
+from tools import kernel_tables, low_precision_tables, runtime_tables
+from tools.tables import RECORDS, row, table, where_from, with_tables
 
 PAGE = "a\n<!-- table:one:begin -->\nold\n<!-- table:one:end -->\nb\n"
 
@@ -23,6 +23,14 @@ def test_a_table_has_a_rule_as_wide_as_its_titles():
 
 
 def test_every_record_is_shown_somewhere():
-    shown = {*kernel_tables.TABLES, runtime_tables.RECORD}
+    shown = {*kernel_tables.TABLES, *low_precision_tables.TABLES, runtime_tables.RECORD}
     assert {record.stem for record in RECORDS.glob("*.json")} <= shown
-    assert not kernel_tables.TABLES.keys() & runtime_tables.TABLES.keys()
+    names = [*kernel_tables.TABLES, *runtime_tables.TABLES, *low_precision_tables.TABLES]
+    assert len(set(names)) == len(names)
+
+
+def test_a_machine_without_a_driver_is_told_without_one():
+    source = {"device": "2 cores", "driver": None, "packages": {"torch": "2", "triton": None}, "command": "a command"}
+    source |= {"commit": "0123456789abcdef", "date": "2026-11-30T00:00:00"}
+    assert where_from(source) == "2 cores, torch 2; `a command` at 0123456789ab, 2026-11-30"
+    assert where_from({**source, "driver": "580"}).startswith("2 cores, driver 580, torch 2; ")

@@ -1,0 +1,73 @@
+"""`flashnorm bench fp8`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
+
+if TYPE_CHECKING:
+    from flashnorm.bench.fp8 import Row
+
+
+def command(
+    output: Annotated[
+        Path | None, typer.Option("--record", help="Write the record, with every sample, to this file.")
+    ] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Also FlashInfer's fused kernel with a static scale; it is compiled first.")
+    ] = False,
+    commit: Annotated[
+        str | None, typer.Option("--commit", help="The commit to name in the record, where git cannot say.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time RMSNorm then linear in e4m3, with the norm in a scale, against a fused norm and quantisation."""
+    import torch
+
+    from flashnorm.bench.fp8 import contenders, fp8_ceilings, launched, measure, operands_of, require_fp8, shapes
+    from flashnorm.bench.fp8_record import fp8_record, summary_sentence
+    from flashnorm.bench.record import provenance, write
+    from flashnorm.errors import DeviceError
+
+    if not torch.cuda.is_available():
+        raise DeviceError("this benchmark needs a CUDA GPU and none was found")
+    device = torch.device("cuda", 0)
+    require_fp8(device)
+    ceilings = fp8_ceilings(device)
+    source = provenance(device, "flashnorm bench fp8" + (" --static" if static else ""), commit)
+    kernels: dict[str, list[str]] = {}
+    rows: list[Row] = []
+    for row in measure(ceilings, device, shapes(), static=static):
+        rows.append(row)
+        if not quiet:
+            say("bench fp8", f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, fused {row.fused:.2f} us")
+        if output is not None:  # after every row: what was measured should outlive the run
+            write(fp8_record(rows, ceilings, kernels, source), output)
+    calls = contenders(operands_of(shapes()[-2], device), static=static)
+    kernels = {name: launched(call) for name, call in calls.items()}  # last: a profiler slows what follows it
+    record = fp8_record(rows, ceilings, kernels, source)
+    if output is not None:
+        write(record, output)
+    if as_json:
+        print_json(record)
+        return
+    _show(record)
+    typer.echo(f"{source['device']}: {summary_sentence(record)}.")
+
+
+def _show(record: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from flashnorm.bench.fp8_record import table_lines, table_titles
+
+    table = Table(title="RMSNorm then linear in e4m3, cold weights, CUDA graphs; medians in microseconds")
+    for title in table_titles(record):
+        table.add_column(title, justify="right")
+    for line in table_lines(record):
+        table.add_row(*line)
+    console().print(table)
