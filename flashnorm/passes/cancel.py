@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashnorm.errors import Refusal
 from flashnorm.passes.carried_norm import Carried, CarriedNorm, forget
+from flashnorm.passes.stand_in import check_stand_in, replace_norms
+from flashnorm.sites.arrangement import Arrangement
 from flashnorm.sites.cancelling import Cancellation, CancellationAudit, Kept, audit_cancellation
 from flashnorm.sites.probing import NormProbe
 
@@ -57,27 +58,14 @@ def apply_cancel(model: nn.Module, chosen: Iterable[Cancellation], audit: Cancel
     carried = {c.norm: Carried(c.norm) for c in chosen}
     takes = {a.norm: (carried[c.norm], a.arrangement) for c in chosen for a in c.absorbers}
     made = {
-        name: _checked(
-            model,
-            name,
-            audit.probes[name],
-            CarriedNorm(model.get_submodule(name), audit.probes[name], drops=carried.get(name), takes=takes.get(name)),
-        )
+        name: _made(model, name, audit.probes[name], carried.get(name), takes.get(name))
         for name in {**carried, **takes}
     }
-    _replace(model, {model.get_submodule(name): norm for name, norm in made.items()})
+    replace_norms(model, {model.get_submodule(name): norm for name, norm in made.items()})
     for c in chosen:
         for kept in c.kept:
             _give_back(model.get_submodule(kept.reader), kept, carried[c.norm])
         model.get_submodule(c.scope).register_forward_hook(partial(_end, carried[c.norm]), always_call=True)
-
-
-def _replace(model: nn.Module, made: Mapping[nn.Module, CarriedNorm]) -> None:
-    """Put every norm's stand-in wherever the model holds the norm, under each of its names."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if module in made:
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, made[module])
 
 
 def _give_back(reader: nn.Module, kept: Kept, carried: Carried) -> None:
@@ -100,24 +88,9 @@ def _end(carried: Carried, module: nn.Module, args: Any, output: Any) -> None:
     forget(carried)
 
 
-@torch.no_grad()
-def _checked(model: nn.Module, name: str, probe: NormProbe, made: CarriedNorm) -> CarriedNorm:
-    """`made`, if it computes what the norm does where nothing is dropped: at ordinary and at tiny inputs.
-
-    An epsilon that depends on the dtype, say, is not the one that the experiment in another dtype has found.
-    """
+def _made(
+    model: nn.Module, name: str, probe: NormProbe, drops: Carried | None, takes: tuple[Carried, Arrangement] | None
+) -> CarriedNorm:
     norm = model.get_submodule(name)
-    if norm._forward_hooks or norm._forward_pre_hooks:
-        raise Refusal(f"{name} has a forward hook, which would be lost with it; remove the hook first")
-    own = next(norm.parameters(), None)
-    some = own if own is not None else next(p for p in model.parameters() if p.is_floating_point())
-    device = "cpu" if some.is_meta else some.device
-    shape = own.shape if own is not None else (probe.convention.group_size,)
-    unit = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    rows = torch.cat([unit, unit * max(probe.convention.eps, 1e-12) ** 0.5]).to(device, some.dtype)
-    ours, theirs = CarriedNorm(norm, probe)(rows), norm(rows)
-    # Both round the result to the dtype, and round in float32 at best inside: a few units of the coarser of the two.
-    unit_roundoff = max(torch.finfo(some.dtype).eps, torch.finfo(torch.float32).eps)
-    if not bool((ours - theirs).abs().max() <= 8 * unit_roundoff * theirs.abs().max()):
-        raise Refusal(f"{name} computes something else in {some.dtype} than the norm that it was found to be")
-    return made
+    check_stand_in(model, name, probe, CarriedNorm(norm, probe))
+    return CarriedNorm(norm, probe, drops, takes)
