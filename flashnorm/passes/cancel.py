@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from flashnorm.passes.approximate import EpsilonBound, epsilon_bounds
 from flashnorm.passes.carried_norm import Carried, CarriedNorm, forget
 from flashnorm.passes.stand_in import check_stand_in, replace_norms
 from flashnorm.sites.arrangement import Arrangement
@@ -25,38 +26,57 @@ class CancelReport:
     full: list[str]
     partial: dict[str, tuple[str, ...]]
     skipped: dict[str, str]
+    # Later norm -> how far it may be off with its own epsilon; where that is more than the limit it was kept exact.
+    bounds: dict[str, EpsilonBound] = field(default_factory=dict)
+    approximate: tuple[str, ...] = ()  # the later norms that have their own epsilon
 
     def __str__(self) -> str:
         return f"{len(self.full)} norms dropped, {len(self.partial)} for a part, {len(self.skipped)} left alone"
 
 
-def cancel(model: nn.Module, *, inputs: dict[str, Any] | None = None) -> CancelReport:
+def cancel(
+    model: nn.Module,
+    *,
+    inputs: dict[str, Any] | None = None,
+    approximate: float | None = None,
+    calibration: Iterable[Mapping[str, Any]] = (),
+) -> CancelReport:
     """Drop every norm that a later norm makes redundant, in place, wholly or for a part of its readers.
 
     A dropped norm multiplies by its gain and divides by nothing. The norms behind its readers take the missing scalar
     out, with the epsilon of `algebra.carried_epsilon`; readers that no norm follows get it back. The model computes the
     same function afterwards, up to rounding; parameters and their names stay. `inputs`: as for `flashnorm.audit`.
+    `approximate`: leave a later norm its own epsilon, as the published method does, where its output is off by no more
+    than this, relatively, for every token within the range of `calibration`, keyword arguments of forward calls
+    (`passes.approximate`); norms for which that cannot be said stay exact.
     Raises `Refusal`, with nothing changed, where a norm has forward hooks or computes something else in the model's
     dtype than what was found out about it, and what `audit` raises.
     """
     audit = audit_cancellation(model, inputs=inputs)
     chosen = [c for c in audit.cancellations if c.verdict != "no"]
-    apply_cancel(model, chosen, audit)
+    bounds = {} if approximate is None else epsilon_bounds(model, chosen, audit.probes, calibration)
+    rough = tuple(norm for norm, found in bounds.items() if approximate is not None and found.bound <= approximate)
+    apply_cancel(model, chosen, audit, rough)
     return CancelReport(
         full=[c.norm for c in chosen if c.verdict == "full"],
         partial={c.norm: tuple(k.reader for k in c.kept) for c in chosen if c.verdict == "partial"},
         skipped={c.norm: c.reason for c in audit.cancellations if c.verdict == "no"},
+        bounds=bounds,
+        approximate=rough,
     )
 
 
-def apply_cancel(model: nn.Module, chosen: Iterable[Cancellation], audit: CancellationAudit) -> None:
+def apply_cancel(
+    model: nn.Module, chosen: Iterable[Cancellation], audit: CancellationAudit, approximate: Collection[str] = ()
+) -> None:
     """Drop the given norms, whatever their verdict: `cancel` chooses them, tests force them.
 
-    Everything is built and checked before the model is changed.
+    `approximate`: later norms that stay as they are, epsilon and all. Everything is built and checked before the model
+    is changed.
     """
     chosen = tuple(chosen)
     carried = {c.norm: Carried(c.norm) for c in chosen}
-    takes = {a.norm: (carried[c.norm], a.arrangement) for c in chosen for a in c.absorbers}
+    takes = {a.norm: (carried[c.norm], a.arrangement) for c in chosen for a in c.absorbers if a.norm not in approximate}
     made = {
         name: _made(model, name, audit.probes[name], carried.get(name), takes.get(name))
         for name in {**carried, **takes}
