@@ -53,7 +53,7 @@ def center_checkpoint(
     chosen = [c for c in audit.centerings if c.centerable]
     if not chosen:
         first = next((f"{c.norm}: {c.reason}" for c in audit.centerings), "it has no norms")
-        raise Refusal(f"nothing in {source.folder} can be centered ({first}); see `flashnorm audit --center`")
+        raise Refusal(f"nothing in {source.folder} can be centered ({first}); see `flashnorm audit`")
     untied = apply_center(model, chosen, audit, untie=untie, keep_modules=True)
     weights = {shard.name for shard in source.shards} | {source.index, CONFIG}
     others = [name for name in source.files if name not in weights]

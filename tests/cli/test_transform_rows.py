@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from flashnorm.cli.transform_rows import transforms_tables
 from flashnorm.sites.audit import AuditReport
-from flashnorm.sites.render import audit_table, summary_line, to_dict, verdict
+from flashnorm.sites.cancelling import CancellationAudit
+from flashnorm.sites.render import summary_line, to_dict, verdict
+from flashnorm.sites.transforms import FullAudit, Transforms, Verdict
 from flashnorm.sites.types import Blocker, Consumer, GainConvention, Site
 
 PLAIN = GainConvention(0.0, 1e-5, "inside_sqrt", False, False, "after_cast", 8, False)
@@ -30,34 +34,69 @@ NOT_RUN = _site("layer.fourth", None, readers=0, blockers=(Blocker("unreached", 
 REPORT = AuditReport("tiny", (FOLDS, BLOCKED, WITHOUT, NOT_RUN))
 
 
-def _shown(report: AuditReport) -> str:
-    page = io.StringIO()
-    Console(file=page, width=250).print(audit_table(report))
-    return page.getvalue()
+YES, NO = Verdict("yes"), Verdict("no", "an activation reads it")
 
 
-def test_one_row_for_each_norm() -> None:
-    rows = [line for line in _shown(REPORT).splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row.strip("│").split("│")] for row in rows] == [
+def _full(report: AuditReport) -> FullAudit:
+    """With made-up verdicts on all but folding."""
+    transforms = {
+        site.norm: Transforms(YES if site.foldable else Verdict("no", site.reason), YES, NO, Verdict("no", "no mean"))
+        for site in report.sites
+    }
+    return FullAudit(report, transforms, CancellationAudit((), {}, {}))
+
+
+def _shown(report: AuditReport, every: bool = True) -> list[str]:
+    pages = []
+    for table in transforms_tables(_full(report), every):
+        page = io.StringIO()
+        Console(file=page, width=250).print(table)
+        pages.append(page.getvalue())
+    return pages
+
+
+def _cells(page: str) -> list[list[str]]:
+    rows = [line for line in page.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+
+
+def test_one_row_for_each_norm_and_one_for_each_reason() -> None:
+    verdicts, reasons = map(_cells, _shown(REPORT))
+    assert verdicts == [
         [
             "layer.norm", "RMSNorm w, eps 1e-05",
-            "reader0, reader1, reader2, reader3, reader4 and 3 more", "fold", "",
+            "reader0, reader1, reader2, reader3, reader4 and 3 more", "yes", "yes", "no", "-",
         ],
         [
-            "layer.other", "LayerNorm 1+w +bias gated, eps 1e-06 (outside_sqrt)",
-            "reader0", "blocked", "it is added [aten.add, model, x.py:3] (--untie removes this)",
+            "layer.other", "LayerNorm 1+w +bias gated, eps 1e-06 (outside_sqrt)", "reader0", "no", "yes", "no", "no",
         ],
-        ["layer.third", "RMSNorm, eps 1e-05", "reader0", "no gain", "it has no gain"],
-        ["layer.fourth", "not run", "", "blocked", "no run reached it"],
+        ["layer.third", "RMSNorm, eps 1e-05", "reader0", "no gain", "yes", "no", "-"],
+        ["layer.fourth", "not run", "", "no", "yes", "no", "-"],
     ]  # fmt: skip
+    assert reasons == [
+        ["layer.norm", "cancel", "an activation reads it"],
+        ["layer.other", "fold", "it is added [aten.add, model, x.py:3] (--untie removes this)"],
+        ["layer.other", "cancel", "an activation reads it"],
+        ["layer.other", "center", "no mean"],
+        ["layer.third", "fold", "it has no gain"],
+        ["layer.third", "cancel", "an activation reads it"],
+        ["layer.fourth", "fold", "no run reached it"],
+        ["layer.fourth", "cancel", "an activation reads it"],
+    ]
 
 
 def test_the_title_counts_norms_where_rows_are_fewer() -> None:
-    page = io.StringIO()
-    Console(file=page, width=250).print(audit_table(REPORT, [FOLDS]))
-    title, *lines = page.getvalue().splitlines()
-    assert title.strip() == "tiny: 4 norms"
-    assert len([line for line in lines if line.startswith("│")]) == 1
+    alike = tuple(_site(f"layers.{n}.norm", readers=0, blockers=(BLOCKER,)) for n in range(4))
+    verdicts, _ = _shown(AuditReport("tiny", alike), every=False)
+    assert verdicts.splitlines()[0].strip() == "tiny: 4 norms"
+    assert [row[0] for row in _cells(verdicts)] == ["layers.0-3.norm"]
+
+
+def test_norms_of_different_verdicts_share_no_row() -> None:
+    alike = tuple(_site(f"layers.{n}.norm", readers=0) for n in range(2))
+    full = _full(AuditReport("tiny", alike))
+    full.transforms["layers.1.norm"] = replace(full.transforms["layers.1.norm"], defer=Verdict("centered"))
+    assert transforms_tables(full)[0].row_count == 2
 
 
 @pytest.mark.parametrize("text", ["[red]", "[/INST]", "[link=x]", "a[0] [b]c[/b]", ":smile:", "[["])
@@ -65,7 +104,7 @@ def test_no_text_is_taken_for_markup(text: str) -> None:
     blocker = Blocker("residual-add", "op", "where", f"detail {text}")
     consumer = Consumer(f"r{text}", 1, "mm", "layer")
     site = Site(f"n{text}", "w", None, 8, PLAIN, (consumer,), (blocker,))
-    shown = _shown(AuditReport(f"type {text}", (site,)))
+    shown = "".join(_shown(AuditReport(f"type {text}", (site,))))
     for part in (f"type {text}: 1 norms", f" n{text} ", f" r{text} ", f"detail {text} "):
         assert part in shown
 
