@@ -219,7 +219,7 @@ class WriterFollower(Follower):
         if laid is None or not tagged(laid.rows):
             self.found.broken[norm]["it reads something that no linear layer or embedding wrote"] = None
             return None
-        rows, channels = laid.rows.flatten(0, -2), laid.channels.flatten(0, -2)
+        rows, channels = (codes.reshape(-1, x.shape[-1]) for codes in (laid.rows, laid.channels))
         if not bool((rows == rows[:, :1]).all()):
             return "a LayerNorm reads it together with other things, not as one sum"
         if bool((rows[:, 0] == 0).any()):

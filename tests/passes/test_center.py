@@ -177,6 +177,16 @@ def test_a_bias_without_a_next_one_stays():
     assert error < 1e-12
 
 
+def test_single_tokens_without_an_axis_for_them():
+    class Single(Model):
+        def forward(self, ids):
+            return self.head(self.norm(self.tokens(ids[0, 0])))
+
+    report, error = after_center(Single())
+    assert report.centered == ["norm"]
+    assert error < 1e-12
+
+
 def test_the_norm_of_single_heads_centers_the_channels_of_each():
     class Heads(Model):
         """Queries are normalised for each of two heads; the rest of what the same linear writes is not."""
