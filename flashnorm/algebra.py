@@ -251,6 +251,21 @@ def carried_epsilon(x: Tensor, eps1: float | Tensor, eps2: float | Tensor) -> Te
     return eps2 * (mean_square(x) + eps1)
 
 
+def dropped_epsilon_error(y_mean_square: Tensor, r1_square: Tensor, eps2: float | Tensor) -> Tensor:
+    """|sqrt((m + eps2 s) / (m + eps2)) − 1|: the relative error of a second norm that keeps its own epsilon.
+
+        y / sqrt(m + eps2) = sqrt((m + eps2 s) / (m + eps2)) · y / sqrt(m + eps2 s),   m = mean(y²),   s = r₁(x)²
+
+    of which the last factor is exact (`carried_epsilon`). It falls as m grows, and as s comes nearer to one from either
+    side; so over all tokens with m >= a and b <= s <= c it is at most the larger of its values at (a, b) and (a, c).
+
+    All of one shape, or such that they broadcast. Returns that shape, fp32 or fp64.
+    """
+    wide = _wide(y_mean_square, r1_square)
+    m, s = y_mean_square.to(wide), r1_square.to(wide)
+    return (((m + eps2 * s) / (m + eps2)).sqrt() - 1).abs()
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Center: LayerNorm's mean subtraction moves into what comes before
 # ---------------------------------------------------------------------------------------------------------------

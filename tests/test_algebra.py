@@ -225,6 +225,19 @@ def test_cancel_with_a_norm_over_single_heads(data, width, eps1, eps2):
     assert_same(algebra.rms_norm(y, eps), F.rms_norm(u, (size,), eps=eps2), normalized_terms(terms, u, r2))
 
 
+@holds_for(st.data(), widths, widths, epsilons, epsilons)
+def test_the_error_of_an_epsilon_that_is_left_as_it_is(data, width, outputs, eps1, eps2):
+    """It is what the formula says for one token, and for none of several more than at the ends of their ranges."""
+    x, weight = data.draw(activations(width)), data.draw(tensors((outputs, width)))
+    y, square = x @ weight.T, algebra.carried_epsilon(x, eps1, 1.0)
+    exact, rough = algebra.rms_norm(y, eps2 * square), algebra.rms_norm(y, eps2)
+    error = algebra.dropped_epsilon_error(algebra.mean_square(y), square, eps2)
+    # Both sides are differences of numbers near `exact`; of the factor 1 + error, and of its square root.
+    assert_same((rough - exact).abs(), error * exact.abs(), (1 + error) * exact.abs() + rough.abs())
+    least, ends = algebra.mean_square(y).min(), torch.stack([square.min(), square.max()])
+    assert (error <= algebra.dropped_epsilon_error(least, ends, eps2).max() * (1 + RELATIVE) + RELATIVE).all()
+
+
 # --------------------------------------------------------------------------------------------------- center
 
 
@@ -359,13 +372,14 @@ CALLS = {
     "kept_shift": lambda x, w, g, c: algebra.kept_shift(g, g),
     "deferred_linear": lambda x, w, g, c: algebra.deferred_linear(x, w, 1e-5, c),
     "carried_epsilon": lambda x, w, g, c: algebra.carried_epsilon(x, 1e-5, 1e-6),
+    "dropped_epsilon_error": lambda x, w, g, c: algebra.dropped_epsilon_error(x.square(), x.square(), 1e-6),
     "center": lambda x, w, g, c: algebra.center(w, 0),
     "defer_glu_scale": lambda x, w, g, c: algebra.defer_glu_scale(x, x, x[..., :1].abs(), torch.relu, 1)[0],
     "fold_lora": lambda x, w, g, c: algebra.fold_lora(w, w.T, g)[0],
     "unfold_lora": lambda x, w, g, c: algebra.unfold_lora(w, w.T, g)[0],
     "lora_shift": lambda x, w, g, c: algebra.lora_shift(w, w.T, g),
 }
-PER_TOKEN_OR_GAIN = {"mean_square", "rms", "gain_of", "carried_epsilon"}
+PER_TOKEN_OR_GAIN = {"mean_square", "rms", "gain_of", "carried_epsilon", "dropped_epsilon_error"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

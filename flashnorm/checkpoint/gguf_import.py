@@ -7,8 +7,6 @@ would give another model; here each is translated or refused.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +22,8 @@ from flashnorm.checkpoint.gguf_file import metadata, open_gguf
 from flashnorm.checkpoint.gguf_rope import FREQUENCY_FACTORS
 from flashnorm.checkpoint.gguf_settings import complete_config, ignored_settings
 from flashnorm.checkpoint.gguf_tokenizer import read_tokenizer, set_special_tokens
-from flashnorm.checkpoint.staging import LAST, check_output, new_folder, write_file
+from flashnorm.checkpoint.saving import distinct_tensors, write_model
+from flashnorm.checkpoint.staging import check_output
 from flashnorm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ AUTO_CLASSES = (
     (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
     (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
 )
-# How Rust's std::io::Error ends its text.
-_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -92,31 +89,11 @@ def _alone(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
-    size = sum(value.nbytes for value in _distinct(model))
-    with new_folder(out, size) as folder, _os_errors():
-        # Transformers writes the config first; in a folder of its own that makes no loadable folder of half a model.
-        inner = folder / "saved"
-        model.save_pretrained(inner)
-        config = (inner / LAST).read_bytes()
-        (inner / LAST).unlink()
-        for file in inner.iterdir():
-            file.rename(folder / file.name)
-        inner.rmdir()
+    def beside(folder: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        write_file(folder, LAST, config)
 
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    """What safetensors and tokenizers, written in Rust, raise for a failed write, as the `OSError` that it is."""
-    try:
-        yield
-    except Exception as error:
-        number = _RUST_OS_ERROR.search(str(error))
-        if number is None or isinstance(error, OSError):
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    write_model(model, out, beside)
 
 
 def _read_config(file: Path, reader: GGUFReader, location: dict[str, Any]) -> PreTrainedConfig:
@@ -186,13 +163,8 @@ def _refuse_unread(file: Path, reader: GGUFReader, model: PreTrainedModel) -> No
         )
 
 
-def _distinct(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The model's tensors, each tied one once."""
-    return list({value.data_ptr(): value for value in model.state_dict().values()}.values())
-
-
 def _count(model: PreTrainedModel) -> int:
-    return sum(value.numel() for value in _distinct(model))
+    return sum(value.numel() for value in distinct_tensors(model))
 
 
 def _refuse_non_finite(file: Path, model: PreTrainedModel) -> None:

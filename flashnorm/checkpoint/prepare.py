@@ -39,7 +39,7 @@ def make_plan(
         placed = placements(model, shapes)
     record = trace_fully(model)
     if untie:
-        _refuse_another_function(source, record, apart)
+        refuse_another_function(source, record, apart)
     report = with_outside_readers(source, model, report_of(model, record), placed, untie=untie)
     if strict:
         changes |= STRICT_MARK
@@ -80,7 +80,7 @@ def _homes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dic
     return {piece.parameter: name for name, pieces in placements(model, shapes).items() for piece in pieces}
 
 
-def _refuse_another_function(source: Source, tied: Trace, apart: PreTrainedModel) -> None:
+def refuse_another_function(source: Source, tied: Trace, apart: PreTrainedModel) -> None:
     """Some models stay tied whatever the flag says, or compute something else when it is off: do not untie those."""
     kept = has_tied_head(apart)
     if kept or trace_fully(apart).operations != tied.operations:

@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from flashnorm.cli import audit, bench, cancel, fold, generate, import_gguf, lora, tune, unfold, verify
+from flashnorm.cli import audit, bench, cancel, center, fold, generate, import_gguf, lora, tune, unfold, verify
 from flashnorm.errors import CheckFailed, FlashnormError
 from flashnorm.version import __version__
 
@@ -50,6 +50,7 @@ def _root(
 
 app.command("audit")(audit.command)
 app.command("cancel")(cancel.command)
+app.command("center")(center.command)
 app.command("fold")(fold.command)
 app.command("generate")(generate.command)
 app.command("import-gguf")(import_gguf.command)

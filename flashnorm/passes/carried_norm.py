@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from flashnorm import algebra
+from flashnorm.passes.stand_in import StandIn
 from flashnorm.sites.arrangement import Arrangement
 from flashnorm.sites.probing import NormProbe
 
@@ -48,7 +49,7 @@ def forget(carried: Carried) -> None:
     _ON_THE_WAY.set({key: square for key, square in _ON_THE_WAY.get().items() if key is not carried})
 
 
-class CarriedNorm(nn.Module):
+class CarriedNorm(StandIn):
     """Stands in the place of `norm`, with its parameters under their names.
 
     `drops`: it does not divide by its RMS and sends the square of that instead. `takes`: its input lacks the division
@@ -62,11 +63,7 @@ class CarriedNorm(nn.Module):
         drops: Carried | None = None,
         takes: tuple[Carried, Arrangement] | None = None,
     ) -> None:
-        super().__init__()
-        for name, parameter in norm.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        self.train(norm.training)
-        self.convention, self.gain_name, self.bias_name = probe.convention, probe.weight, probe.bias
+        super().__init__(norm, probe)
         self.drops, self.takes = drops, takes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,17 +79,3 @@ class CarriedNorm(nn.Module):
         else:
             core = algebra.rms_norm(core, eps)
         return self._with_gain(core, x.dtype)
-
-    def _with_gain(self, core: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Gain and bias in the precision in which the norm has them."""
-        if self.gain_name is not None and self.convention.multiply == "after_cast":
-            core = core.to(dtype)
-        if self.gain_name is not None:
-            core = core * (self.convention.offset + self._own(self.gain_name, core))
-        if self.bias_name is not None:
-            core = core + self._own(self.bias_name, core)
-        return core.to(dtype)
-
-    def _own(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        parameter = self.get_parameter(name)
-        return parameter.to(torch.promote_types(parameter.dtype, like.dtype))

@@ -15,6 +15,7 @@ from flashnorm.sites.audit import audit
 from flashnorm.sites.folding import FoldReport, gain_of, moves_shift, remaining_bias, value_problem
 from flashnorm.sites.types import Consumer, Site
 
+_MOVED = "a norm's gain or bias has moved into it"
 _Factors = Mapping[str, list[tuple[int, torch.Tensor]]]  # parameter -> the factor along each axis that is scaled
 
 
@@ -50,10 +51,10 @@ def apply_fold(model: nn.Module, sites: Iterable[Site]) -> None:
     factors = _factors(model, sites)
     vectors = _vectors(model, sites)
     for name, value in vectors.items():
-        _refuse_overflow(name, model.get_parameter(name), value)
+        refuse_overflow(name, model.get_parameter(name), value)
     for name, along in factors.items():
         weight = vectors.get(name, model.get_parameter(name))
-        _refuse_overflow(name, weight, algebra.fold_gains(weight, along))
+        refuse_overflow(name, weight, algebra.fold_gains(weight, along))
     for name, value in vectors.items():
         model.get_parameter(name).copy_(value)
     for name, along in factors.items():
@@ -87,12 +88,20 @@ def _vectors(model: nn.Module, sites: tuple[Site, ...]) -> dict[str, torch.Tenso
         if not moves_shift(site):
             new[site.bias] = remaining_bias(gain_of(site, weight), bias).reshape(bias.shape).to(bias.dtype)
             continue
-        new[site.bias] = torch.zeros_like(bias)
-        for consumer in site.consumers:
-            assert consumer.bias is not None
-            before = new.get(consumer.bias, model.get_parameter(consumer.bias).detach())
-            new[consumer.bias] = _shifted(model.get_parameter(consumer.weight), consumer, bias, before)
+        move_shift(model, site, new)
     return new
+
+
+def move_shift(model: nn.Module, site: Site, new: dict[str, torch.Tensor]) -> None:
+    """Put into `new` what parameters become where the norm's bias moves into the next biases, which all take it."""
+    bias = _own_values(model, site)[1]
+    assert site.bias is not None
+    assert bias is not None
+    new[site.bias] = torch.zeros_like(bias)
+    for consumer in site.consumers:
+        assert consumer.bias is not None
+        before = new.get(consumer.bias, model.get_parameter(consumer.bias).detach())
+        new[consumer.bias] = _shifted(model.get_parameter(consumer.weight), consumer, bias, before)
 
 
 def _shifted(reader: torch.Tensor, consumer: Consumer, shift: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -118,10 +127,8 @@ def _refuse_absent(model: nn.Module, sites: Iterable[Site]) -> None:
                 raise Refusal(f"{name} has no values in memory, so it cannot be folded; load the model without offload")
 
 
-def _refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
+def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor, how: str = _MOVED) -> None:
+    """Raise `Refusal` where a finite value of a parameter would not be one. `how`: what would make it so."""
     lost = torch.isfinite(before) & ~torch.isfinite(after).to(before.device)
     if lost.any():
-        raise Refusal(
-            f"{name} does not fit {before.dtype} once a norm's gain or bias has moved into it; convert the model to "
-            "bfloat16 or float32 first"
-        )
+        raise Refusal(f"{name} does not fit {before.dtype} once {how}; convert the model to bfloat16 or float32 first")

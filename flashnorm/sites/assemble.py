@@ -19,7 +19,7 @@ def assemble(trace: Trace) -> list[Site]:
     """All norms of the traced model in the order of its modules, with readers and blockers."""
     readers = _readers_by_norm(trace)
     owners = Ownership(trace)
-    unseen = _unseen_weights(trace)
+    unseen = unseen_weights(trace)
     sites = []
     for name, module in trace.model.named_modules():
         if name not in trace.probes:
@@ -126,7 +126,7 @@ def _consumer(trace: Trace, owners: Ownership, norm: str, weight: str, usage: Us
     return Consumer(weight, axis, read.op, read.where, bias, movable, least)
 
 
-def _unseen_weights(trace: Trace) -> dict[str, torch.Size]:
+def unseen_weights(trace: Trace) -> dict[str, torch.Size]:
     """Matrices that no run touched."""
     inside_norms = tuple(f"{norm}." for norm in trace.probes)
     return {
@@ -144,18 +144,18 @@ def _possible_reader(
     The reach of a norm in a repeated block is that block, and those of its readers. Around a norm that stands outside
     of them, it is the linear layers that hang directly on a module around it: another head, say.
     """
-    blocks = tuple(filter(None, (_block(trace.model, name) for name in (norm, *(c.weight for c in consumers)))))
+    blocks = tuple(filter(None, (block_of(trace.model, name) for name in (norm, *(c.weight for c in consumers)))))
     around = {"", *(norm.rsplit(".", depth)[0] for depth in range(1, norm.count(".") + 1))}
     for name, shape in unseen.items():
         owner = name.rpartition(".")[0]
         linear = isinstance(trace.model.get_submodule(owner), nn.Linear)
-        near = name.startswith(blocks) if _block(trace.model, norm) else linear and owner.rpartition(".")[0] in around
+        near = name.startswith(blocks) if block_of(trace.model, norm) else linear and owner.rpartition(".")[0] in around
         if near and width in (shape[1:] if linear else shape):
             return [Blocker("unseen", "", name, f"{name} was not reached by the trace and may be a reader too")]
     return []
 
 
-def _block(model: nn.Module, name: str) -> str:
+def block_of(model: nn.Module, name: str) -> str:
     """The innermost element of a module list around `name`, with its dot; empty when there is none."""
     parts = name.split(".")
     for depth in range(len(parts) - 1, 0, -1):

@@ -91,6 +91,13 @@ def cancellations(trace: ScalarTrace) -> list[Cancellation]:
     return [_verdict(state, name) for name, _ in trace.model.named_modules() if name in trace.probes]
 
 
+def before_any_linear(trace: ScalarTrace) -> dict[str, str]:
+    """Norm -> why its scalar cannot be taken behind the products that read it; only those that cannot are named."""
+    state = _State(trace)
+    unread = {norm: "no linear layer reads its output" for norm in trace.probes if not state.readings(norm)}
+    return {**unread, **state.refused}
+
+
 _BIAS = "it adds a bias, which its scalar does not multiply"
 
 

@@ -97,7 +97,7 @@ def same_elements(call: Call) -> Any:
 
 
 # Operations that only pick and place elements -> the arguments that hold data; all others are indices and sizes.
-_MOVES: dict[str, tuple[int, ...]] = {
+PICKS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("cat", "stack", "index", "index_select", "gather", "take", "masked_select"), (0,)),
     **dict.fromkeys(("repeat", "repeat_interleave", "roll", "flip", "tril", "triu", "unfold", "expand_copy"), (0,)),
     **dict.fromkeys(("reflection_pad1d", "replication_pad1d", "split_with_sizes_copy", "unbind_copy"), (0,)),
@@ -108,7 +108,7 @@ _MOVES: dict[str, tuple[int, ...]] = {
 }
 
 
-@rule(*_MOVES)
+@rule(*PICKS)
 def moved(call: Call) -> Any:
     name = call.func.overloadpacket.__name__.rstrip("_")
     if call.kwargs.get("reduce") is not None:
@@ -119,7 +119,7 @@ def moved(call: Call) -> Any:
     def code(leaf: Any) -> Any:
         return call.codes_of(leaf).clone() if isinstance(leaf, torch.Tensor) else int(call.codes_of(leaf))
 
-    args = [tree_map(code, arg) if position in _MOVES[name] else arg for position, arg in enumerate(call.args)]
+    args = [tree_map(code, arg) if position in PICKS[name] else arg for position, arg in enumerate(call.args)]
     return call.func(*args, **call.kwargs)
 
 

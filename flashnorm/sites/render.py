@@ -1,31 +1,12 @@
-"""The audit report as a table, as one line and as plain data."""
+"""The audit report as one line and as plain data, and the parts of its table."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from flashnorm.sites.audit import AuditReport
 from flashnorm.sites.types import Site
-
-
-def audit_table(report: AuditReport, rows: Iterable[Site] | None = None) -> Table:
-    """One row for each norm, or for each of `rows`: its convention, its readers, the verdict and the reason.
-
-    The title counts the report's norms, however many of them share a row.
-    """
-    title = Text(f"{report.model_type}: {len(report.sites)} norms", style="table.title")
-    table = Table(title=title, title_justify="left")
-    for column in ("norm", "convention", "readers", "verdict", "reason"):
-        table.add_column(column, overflow="fold")
-    for site in report.sites if rows is None else rows:
-        cells = (site.norm, _convention(site), _readers(site), verdict(site), site.reason)
-        table.add_row(*map(Text, cells))  # as plain text: the brackets of a reason are no markup
-    return table
 
 
 def summary_line(report: AuditReport) -> str:
@@ -91,7 +72,8 @@ def _site(site: Site) -> dict[str, Any]:
     }
 
 
-def _convention(site: Site) -> str:
+def convention_text(site: Site) -> str:
+    """How a norm turns its weight into a gain, and its epsilon."""
     convention = site.convention
     if convention is None:
         return "not run"
@@ -101,7 +83,7 @@ def _convention(site: Site) -> str:
     return f"{convention.name if site.weight else convention.name.replace(' w', '')}, eps {convention.eps:g}{eps}"
 
 
-def _readers(site: Site) -> str:
+def readers_text(site: Site) -> str:
     """Reader names without the part that they share with the norm."""
     shared = site.norm.rpartition(".")[0]
     names = [c.weight.removeprefix(f"{shared}.").removesuffix(".weight") for c in site.consumers]

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from flashnorm import algebra
 from flashnorm.sites.arrangement import Arrangement, arrangement_of
+from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS, attended
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
@@ -326,7 +326,7 @@ class ScalarFollower(Follower):
         if self.interior.norm is not None:
             return
         x = self._inputs.pop(norm)
-        problem = _not_one_scalar(self.record.probes[norm], x)
+        problem = not_one_scalar(self.record.probes[norm], x)
         if problem is not None:
             self.irregular(norm, problem)
             return
@@ -334,7 +334,7 @@ class ScalarFollower(Follower):
             self.irregular(norm, "it does not return one tensor of its input's shape")
             return
         with _disable_current_modes():
-            as_found = self._is_as_found(norm, x, output)
+            as_found = is_as_found(self.record.probes[norm], self.record.model.get_submodule(norm), x, output)
         if not as_found:
             self.irregular(norm, "it multiplies by more than its gain")
         if self.record.probes[norm].convention.has_bias:
@@ -345,21 +345,6 @@ class ScalarFollower(Follower):
         codes = self.record.numbering.codes(f"{norm}#{self._calls[norm]}", lead.numel())
         self.shadows.put(output, codes.view(*lead, 1).expand(output.shape))
         self.origins.put(output, self._channels.codes(f"{norm}>", 1).expand(output.shape))
-
-    def _is_as_found(self, norm: str, x: torch.Tensor, output: torch.Tensor) -> bool:
-        """Whether the norm has returned what its convention says, up to roundings of float32.
-
-        An L2 norm, say, is one whose rows have another RMS than one. Where the input is at the level of an epsilon that
-        is known to five digits, those come in.
-        """
-        found, module = self.record.probes[norm], self.record.model.get_submodule(norm)
-        core = algebra.layer_norm_core if found.convention.subtracts_mean else algebra.rms_norm
-        expected = core(x, found.convention.eps)
-        if found.weight is not None:
-            expected = expected * (module.get_parameter(found.weight) + found.convention.offset)
-        if found.bias is not None:
-            expected = expected + module.get_parameter(found.bias)
-        return bool((expected - output).abs().max() <= 1e-4 * output.abs().max())
 
     def _follow_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
         self._stop(self._carrying(self.interior.hidden(tensors), base), "it is used inside of another norm", base)
@@ -382,19 +367,8 @@ class ScalarFollower(Follower):
 
 
 def _not_absorbing(found: NormProbe, x: torch.Tensor) -> str | None:
-    reason = _not_one_scalar(found, x)
+    reason = not_one_scalar(found, x)
     return reason and f"it reaches a norm that cannot take it out: {reason}"
-
-
-def _not_one_scalar(found: NormProbe, x: torch.Tensor) -> str | None:
-    convention = found.convention
-    if convention.gated:
-        return "it takes a gate beside its input"
-    if convention.eps_placement not in ("inside_sqrt", "none") or convention.eps != convention.eps:
-        return "its epsilon does not stand inside the square root"
-    if convention.group_size != x.shape[-1]:
-        return "it does not divide a row by one number"
-    return None
 
 
 def _codes(shadows: Shadows, tensor: torch.Tensor) -> torch.Tensor:

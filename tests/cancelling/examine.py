@@ -55,11 +55,7 @@ def examine(model_type: str, force: bool = True) -> Outcome:
         audit = audit_cancellation(model)
     except TracingError as refusal:
         return Outcome(model_type, refused=str(refusal))
-    inputs = zoo.forward_inputs(model, "causal")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped matrix product of the others has no fp64
-    model = model.double()
-    inputs = tree_map(lambda leaf: leaf.double() if _is_float(leaf) else leaf, inputs)
+    model, inputs = in_fp64(model)
     chosen = [c for c in audit.cancellations if c.verdict != "no"]
     before = logits(model, inputs)
     return Outcome(
@@ -71,6 +67,14 @@ def examine(model_type: str, force: bool = True) -> Outcome:
         error_small=_error_small(model, chosen, audit, inputs),
         over_cautious=_over_cautious(model, audit, inputs, before) if force else [],
     )
+
+
+def in_fp64(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in fp64, changed in place, and inputs for it."""
+    inputs = zoo.forward_inputs(model, "causal")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped matrix product of the others has no fp64
+    return model.double(), tree_map(lambda leaf: leaf.double() if _is_float(leaf) else leaf, inputs)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -90,7 +94,11 @@ def _moved(
     cancelled = copy.deepcopy(model)
     with _everything_in(torch.float64):
         apply_cancel(cancelled, chosen, audit)
-    after = logits(cancelled, inputs)
+    return change(before, logits(cancelled, inputs))
+
+
+def change(before: torch.Tensor, after: torch.Tensor) -> float:
+    """How far logits have moved, relative to all of them."""
     masked = before.abs() > 1e30  # entries that a model masks out with a huge number
     if after.isnan().any() or not torch.equal(masked, after.abs() > 1e30):
         return float("inf")
@@ -98,18 +106,24 @@ def _moved(
 
 
 def _error_small(model: nn.Module, chosen: list[Cancellation], audit: CancellationAudit, inputs: Any) -> float:
+    small = with_small_embeddings(model)
+    return _moved(small, chosen, audit, inputs, logits(small, inputs))
+
+
+def with_small_embeddings(model: nn.Module) -> nn.Module:
+    """A copy whose embeddings have the RMS `SMALL_RMS`."""
     small = copy.deepcopy(model)
     with torch.no_grad():
         for module in small.modules():
             if isinstance(module, nn.Embedding):
                 module.weight.mul_(SMALL_RMS / module.weight.square().mean().sqrt())
-    return _moved(small, chosen, audit, inputs, logits(small, inputs))
+    return small
 
 
 def _over_cautious(model: nn.Module, audit: CancellationAudit, inputs: Any, before: torch.Tensor) -> list[str]:
     """Norms, one of each name and verdict, of which more could have been dropped than was."""
     candidates = [c for c in audit.cancellations if c.verdict != "full" and c.norm not in audit.irregular]
-    distinct = {(_unnumbered(c.norm), c.verdict): c for c in reversed(candidates)}
+    distinct = {(unnumbered(c.norm), c.verdict): c for c in reversed(candidates)}
     return sorted(c.norm for c in distinct.values() if _moved(model, [forced(c)], audit, inputs, before) <= TOLERANCE)
 
 
@@ -124,10 +138,11 @@ def _named(audit: CancellationAudit, verdict: str) -> dict[str, str]:
     for c in audit.cancellations:
         if c.verdict == verdict:
             found.setdefault(
-                _unnumbered(c.norm), re.sub(r"(?<= )\S*\.(?=\w+( in part)?:)", "", _unnumbered(" " + c.reason)).strip()
+                unnumbered(c.norm), re.sub(r"(?<= )\S*\.(?=\w+( in part)?:)", "", unnumbered(" " + c.reason)).strip()
             )
     return found
 
 
-def _unnumbered(name: str) -> str:
+def unnumbered(name: str) -> str:
+    """A name, or a sentence with names, without the numbers of layers and without places in code."""
     return re.sub(r"\.\d+\b", ".*", re.sub(r" \[[^\]]*\]", "", name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from flashnorm.checkpoint import gguf_import
 from flashnorm.checkpoint.gguf_import import import_gguf
 from flashnorm.errors import CheckpointError, ConfigError, OutputError
 from tests.checkpoint.gguf_writing import CHAT_TEMPLATE, gguf_tensors, tiny_gemma, tiny_llama, write_gguf
@@ -219,15 +216,6 @@ def test_a_write_that_fails_is_refused_whoever_writes(limit: int, tmp_path: Path
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"flashnorm: {tmp_path / 'out'} cannot be written: File too large")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
-
-
-def test_the_tokenizers_errors_are_the_systems_too() -> None:
-    tokenizer = Tokenizer(models.BPE())
-    with pytest.raises(OSError, match="No such file") as caught, gguf_import._os_errors():
-        tokenizer.save("/nowhere/tokenizer.json")
-    assert caught.value.errno == errno.ENOENT
-    with pytest.raises(ValueError, match="another"), gguf_import._os_errors():
-        raise ValueError("another")
 
 
 def test_half_a_model_is_never_beside_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

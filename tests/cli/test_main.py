@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import typer
 
-import flashnorm.sites.audit
+import flashnorm.sites.transforms
 from flashnorm import errors
 from flashnorm.cli import options
 from flashnorm.cli.main import app, main
@@ -33,7 +33,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(flashnorm.sites.audit, "audit", fail)
+    monkeypatch.setattr(flashnorm.sites.transforms, "audit_fully", fail)
     return status("audit", ".", "--quiet")
 
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flashnorm.cli.audit_rows import grouped
+from flashnorm.cli.transform_rows import full_dict, transforms_tables
 from flashnorm.passes.cancel import cancel
 from flashnorm.passes.fold import apply_fold, fold
 from flashnorm.runtime.planning import Stock, plan_site
 from flashnorm.sites.audit import audit
 from flashnorm.sites.probing import is_candidate, probe
-from flashnorm.sites.render import audit_table, to_dict
+from flashnorm.sites.transforms import audit_fully
 
 
 class DyT(nn.Module):
@@ -80,10 +80,11 @@ def test_a_forced_fold_of_a_blocked_dyt_is_seen_by_the_comparison():
 
 
 def test_the_audit_calls_it_what_it_is():
-    report = audit(Model(), inputs={"x": x()})
+    full = audit_fully(Model(), inputs={"x": x()})
+    report = full.report
     assert [site.convention.name for site in report.sites] == ["DyT w +bias"] * 2
-    assert {site["convention"]["kind"] for site in to_dict(report)["sites"]} == {"DyT"}
-    assert audit_table(report, grouped(report.sites)).row_count == 2
+    assert {site["convention"]["kind"] for site in full_dict(full)["sites"]} == {"DyT"}
+    assert transforms_tables(full)[0].row_count == 2
 
 
 def test_it_is_no_norm_that_could_be_dropped_or_drop_another():
