@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashnorm.kernels.decode.heads import heads_of
 from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
 from flashnorm.kernels.launch import launch_options, supports_pdl
 
@@ -22,49 +23,6 @@ _PROGRAMS = 256  # some two per multiprocessor of a large GPU
 _BLOCK = 32  # tokens at a time
 _FP32 = torch.float32
 _DOT = 16  # the least rows and columns of a tensor-core product
-
-
-@triton.jit
-def _heads(
-    pointer,
-    rows,
-    row_mask,
-    gain,
-    eps,
-    cos,
-    sin,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
-):
-    """Heads at `pointer` + `rows` (heads, 1), normed and rotated: (heads, D) fp32, zero beyond the head."""
-    d = tl.arange(0, D)
-    inside = row_mask & (d < HEAD_DIM)[None, :]
-    x = tl.load(pointer + rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = tl.full((x.shape[0],), 1.0, tl.float32)
-    if NORM:
-        scale = tl.math.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
-        x = x * scale[:, None]
-        if HAS_GAIN:
-            x *= tl.load(gain + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    if ROTARY > 0:
-        turns = d < 2 * ROTARY
-        if INTERLEAVED:
-            angle, partner, left = d // 2, d ^ 1, d % 2 == 0
-        else:
-            angle, partner, left = d % ROTARY, tl.where(d < ROTARY, d + ROTARY, d - ROTARY), d < ROTARY
-        partner = tl.where(turns, partner, 0)
-        other = tl.load(pointer + rows + partner[None, :], mask=row_mask & turns[None, :], other=0.0).to(tl.float32)
-        other = other * scale[:, None]
-        if HAS_GAIN:
-            other *= tl.load(gain + partner, mask=turns, other=0.0).to(tl.float32)[None, :]
-        c = tl.load(cos + angle, mask=turns, other=1.0)
-        s = tl.load(sin + angle, mask=turns, other=0.0)
-        x = x * c[None, :] + other * tl.where(left, -s, s)[None, :]
-    return x
 
 
 @triton.jit
@@ -128,7 +86,7 @@ def _attention_kernel(
     sin += position * table_stride
     token = qkv + row.to(tl.int64) * qkv_stride
     own = (g < GROUP)[:, None]
-    q = _heads(
+    q = heads_of(
         token, ((h * GROUP + g) * HEAD_DIM)[:, None], own, q_gain, q_eps, cos, sin,
         HEAD_DIM, D, ROTARY, INTERLEAVED, Q_NORM, Q_GAIN,
     )  # fmt: skip
@@ -140,7 +98,7 @@ def _attention_kernel(
     if split == 0:
         one = tl.zeros((1, 1), tl.int32)
         k_at, v_at = (KV_HEADS * GROUP + h) * HEAD_DIM, (KV_HEADS * (GROUP + 1) + h) * HEAD_DIM
-        k_new = _heads(
+        k_new = heads_of(
             token, one + k_at, one == 0, k_gain, k_eps, cos, sin,
             HEAD_DIM, D, ROTARY, INTERLEAVED, K_NORM, K_GAIN,
         ).to(keys.dtype.element_ty)  # fmt: skip

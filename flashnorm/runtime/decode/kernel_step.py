@@ -16,11 +16,10 @@ from torch import Tensor
 from flashnorm.errors import Unsupported
 from flashnorm.kernels.decode.attention import decode_attention, splits_for
 from flashnorm.kernels.decode.begin import begin
-from flashnorm.kernels.decode.join import join
 from flashnorm.kernels.decode.matvec import Surroundings, matvec, tile_for
 from flashnorm.kernels.decode.settle import settle
-from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
 from flashnorm.runtime.decode.cache import Cache
+from flashnorm.runtime.decode.kernel_parts import attention_shape, eps_of, gain_of, joined, qk_norm, tables
 from flashnorm.runtime.decode.one_kernel import whole_step
 from flashnorm.runtime.decode.packing import PackedLayer, Packing
 from flashnorm.runtime.decode.prefill import activated, head_logits, normed_linear
@@ -80,10 +79,10 @@ class KernelStep:
             *cache,
             slots,
             at,
-            None if by.rope is None else (by.rope.cos, by.rope.sin),
+            tables(by.rope),
             attended,
-            _shape(by),
-            _qk_norm(by),
+            attention_shape(by),
+            qk_norm(by),
             splits=splits_for(len(x), by.kv_heads, cache[0].shape[2]),
             arrived=self._arrived,
         )
@@ -112,9 +111,7 @@ def _output(x: Tensor, inner: Tensor, by: Linear, block: Attention | Mlp) -> Ten
     branch = (
         F.linear(inner, by.weight, by.bias) if len(x) > 1 else _matvec(inner, by, by.rows, Surroundings(bias=by.bias))
     )
-    out = torch.empty_like(x)
-    join(branch, x, out, eps=_eps(block.post_norm), gain=_gain(block.post_norm), multiplier=block.multiplier)
-    return out
+    return joined(x, branch, block)
 
 
 def _matvec(x: Tensor, by: Linear, outputs: int, around: Surroundings, dtype: torch.dtype | None = None) -> Tensor:
@@ -125,29 +122,4 @@ def _matvec(x: Tensor, by: Linear, outputs: int, around: Surroundings, dtype: to
 
 def _after(norm: Norm | None, **others: Any) -> Surroundings:
     """A product that reads a normed row, with what else surrounds it."""
-    return Surroundings(eps=_eps(norm), gain=_gain(norm), **others)
-
-
-def _eps(norm: Norm | None) -> float | None:
-    return None if norm is None else norm.eps
-
-
-def _gain(norm: Norm | None) -> Tensor | None:
-    return None if norm is None else norm.gain
-
-
-def _shape(by: Attention) -> AttentionShape:
-    return AttentionShape(
-        by.heads,
-        by.kv_heads,
-        by.head_dim,
-        by.scale,
-        by.softcap,
-        by.window,
-        0 if by.rope is None else by.rope.cos.shape[1],
-        by.rope is not None and by.rope.interleaved,
-    )
-
-
-def _qk_norm(by: Attention) -> QkNorm:
-    return QkNorm(_eps(by.q_norm), _gain(by.q_norm), _eps(by.k_norm), _gain(by.k_norm))
+    return Surroundings(eps=eps_of(norm), gain=gain_of(norm), **others)

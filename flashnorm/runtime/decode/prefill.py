@@ -20,8 +20,12 @@ CHUNK = 2048  # tokens at once: enough to fill a GPU, and a bound on the memory 
 class Prefill:
     """Fills a slot's cache with a prompt and gives the logits after it."""
 
-    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, spec: Spec, packing: Packing, cache: Cache, *, chunk: int = CHUNK, kernels: bool = False
+    ) -> None:
+        """`kernels`: what surrounds the matmuls and the attention goes through kernels, on a device that has Triton."""
         self._spec, self._packing, self._cache, self._chunk = spec, packing, cache, chunk
+        self._kernels = kernels
 
     def __call__(self, ids: Tensor, slot: int) -> Tensor:
         """`ids`: (tokens,) int64 on the device, written to positions 0 … tokens - 1. Returns (vocabulary,) fp32."""
@@ -34,25 +38,44 @@ class Prefill:
         at = torch.arange(start, start + len(ids), device=ids.device)
         caches = zip(self._cache.keys, self._cache.values, strict=True)
         for layer, packed, (keys, values) in zip(self._spec.layers, self._packing.layers, caches, strict=True):
-            x = _attention(x, layer.attention, packed, keys[slot], values[slot], at, start)
-            x = _mlp(x, layer.mlp, packed)
+            x = self._attention(x, layer.attention, packed, keys[slot], values[slot], at, start)
+            inner = activated(x, layer.mlp, packed.up)
+            x = self._joined(x, F.linear(inner, layer.mlp.down.weight, layer.mlp.down.bias), layer.mlp)
         return x
 
+    def _attention(
+        self, x: Tensor, by: Attention, packed: PackedLayer, keys: Tensor, values: Tensor, at: Tensor, start: int
+    ) -> Tensor:
+        """`x`: (tokens, hidden); `keys`, `values`: (kv_heads, max_length, head_dim) of the slot."""
+        q = self._prepared(normed_linear(x, by.norm, packed.qkv), by, keys, values, at, start)
+        end = start + len(x)
+        attended = attend(q, keys[:, :end], values[:, :end], by, at, start)
+        return self._joined(x, F.linear(attended, by.out.weight, by.out.bias), by)
 
-def _attention(
-    x: Tensor, by: Attention, packed: PackedLayer, keys: Tensor, values: Tensor, at: Tensor, start: int
-) -> Tensor:
-    """`x`: (tokens, hidden); `keys`, `values`: (kv_heads, max_length, head_dim) of the slot."""
-    heads = normed_linear(x, by.norm, packed.qkv).unflatten(-1, (-1, by.head_dim))
-    q, k, v = heads.split((by.heads, by.kv_heads, by.kv_heads), dim=1)
-    q, k = (
-        reference.rotate(reference.norm(wide(part), norm)[None], by.rope, at[None])[0].to(x.dtype)
-        for part, norm in ((q, by.q_norm), (k, by.k_norm))
-    )
-    end = start + len(x)
-    keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
-    attended = attend(q, keys[:, :end], values[:, :end], by, at, start)
-    return _join(x, F.linear(attended, by.out.weight, by.out.bias), by)
+    def _prepared(self, qkv: Tensor, by: Attention, keys: Tensor, values: Tensor, at: Tensor, start: int) -> Tensor:
+        """q (tokens, heads, head_dim), normed and rotated; k, likewise, and v are then in the cache."""
+        if self._kernels:
+            from flashnorm.kernels.decode.heads import prepare_heads
+            from flashnorm.runtime.decode.kernel_parts import attention_shape, qk_norm, tables
+
+            q = qkv.new_empty((len(qkv), by.heads * by.head_dim))
+            prepare_heads(qkv, keys, values, start, tables(by.rope), q, attention_shape(by), qk_norm(by))
+            return q.unflatten(-1, (by.heads, by.head_dim))
+        q, k, v = qkv.unflatten(-1, (-1, by.head_dim)).split((by.heads, by.kv_heads, by.kv_heads), dim=1)
+        q, k = (
+            reference.rotate(reference.norm(wide(part), norm)[None], by.rope, at[None])[0].to(qkv.dtype)
+            for part, norm in ((q, by.q_norm), (k, by.k_norm))
+        )
+        end = start + len(qkv)
+        keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
+        return q
+
+    def _joined(self, x: Tensor, branch: Tensor, by: Attention | Mlp) -> Tensor:
+        if self._kernels:
+            from flashnorm.runtime.decode.kernel_parts import joined
+
+            return joined(x, branch, by)
+        return reference.join(wide(x), wide(branch), by).to(x.dtype)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, by: Attention, at: Tensor, start: int) -> Tensor:
@@ -72,10 +95,6 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, by: Attention, at: Tensor, s
         enable_gqa=by.heads != by.kv_heads,
     )
     return out[0].transpose(0, 1).flatten(1)
-
-
-def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:
-    return _join(x, F.linear(activated(x, by, packed.up), by.down.weight, by.down.bias), by)
 
 
 def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:
@@ -110,7 +129,3 @@ def head_logits(x: Tensor, by: Head) -> Tensor:
     raw = normed_linear(x, by.norm, by.linear).float()
     raw = raw if by.multiplier == 1 else raw * by.multiplier
     return raw if by.softcap is None else by.softcap * torch.tanh(raw / by.softcap)
-
-
-def _join(x: Tensor, branch: Tensor, by: Attention | Mlp) -> Tensor:
-    return reference.join(wide(x), wide(branch), by).to(x.dtype)

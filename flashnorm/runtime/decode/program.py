@@ -75,7 +75,7 @@ class Program(Slots):
         self._packing: Packing = pack(spec)
         table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
         self._state = State(slots, spec.device, table)
-        self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk)
+        self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk, kernels=kernels)
         self._runner = Runner(self._make_step(kernels, one_kernel), self._state, capture=capture)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import torch
 from torch import Tensor, nn
 
@@ -40,8 +42,7 @@ def read_spec(model: nn.Module, *, max_length: int) -> Spec:
         prove_layer(found, run)
         layers.append(found.layer)
 
-    with running_on(device):
-        replica = Replica(model)
+    with running_on(device), closing(Replica(model)) as replica:
         ids = _probe_tokens(replica.module, device)
         logits = replica.run(ids, read)
         spec = _with_ends(model, replica, ids, tuple(layers), max_length)

@@ -19,7 +19,7 @@ import json, traceback
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flashnorm.kernels.decode import attention, begin, join, matvec, settle
+from flashnorm.kernels.decode import attention, begin, heads, join, matvec, settle
 
 HALF, WIDE, INDEX = "*bf16", "*fp32", "*i64"
 MATVEC = dict(HAS_GAIN=True, HAS_BIAS=True, PDL=True)
@@ -42,6 +42,8 @@ CASES = {
     "settle": (settle._settle_kernel, dict(PARTS=32, PDL=True)),
     "odd": (attention._attention_kernel, dict(HEAD_DIM=96, D=128, SPLITS=8, ROTARY=0, INTERLEAVED=False,
                                               WINDOWED=True, CAPPED=False, **NORMS, **ATTENTION)),
+    "prepare": (heads._prepare_kernel, dict(HEAD_DIM=128, D=128, ROTARY=32, INTERLEAVED=False, KV_HEADS=8, GROUP=3, G=4,
+                                            **NORMS, PDL=True)),
     "begin": (begin._begin_kernel, dict(K=2880, BLOCK=1024, PDL=True)),
 }
 TYPES = dict.fromkeys(("x", "weight", "embedding", "bias", "residual", "out", "qkv", "keys", "values"), HALF)
@@ -74,7 +76,7 @@ print(json.dumps({name: said(name) for name in CASES}))
 
 
 _LINEARS = ["linear qkv", "linear gate_up", "linear down"]
-_OTHERS = ["join", "attention", "all", "odd", "begin", "likeliest", "settle"]
+_OTHERS = ["prepare", "join", "attention", "all", "odd", "begin", "likeliest", "settle"]
 pytestmark = pytest.mark.xdist_group("decode kernels compiled")  # by one process
 
 

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from flashnorm.errors import Unsupported
-from flashnorm.runtime.decode import reference
+from flashnorm.runtime.decode import reading, reference
 from flashnorm.runtime.decode.reading import read_spec
 from flashnorm.runtime.decode.spec import Spec
 from tests.runtime.decode.models import LENGTH, SUPPORTED, other, tiny, tokens
@@ -218,3 +218,21 @@ def test_an_unreadable_forward_is_a_refusal_with_its_error():
     model.model.norm.register_forward_pre_hook(lambda _m, _a: 1 / 0)
     with pytest.raises(Unsupported, match="could not be run: ZeroDivisionError"):
         read_spec(model, max_length=LENGTH)
+
+
+def test_the_copy_that_is_read_gives_its_memory_back_at_once(monkeypatch):
+    """On a GPU nothing else makes Python look for garbage, and the copy holds embedding and head in fp32."""
+    copies: list[nn.Parameter] = []
+
+    class Watched(reading.Replica):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            copies.extend(self.module.parameters())
+
+    monkeypatch.setattr(reading, "Replica", Watched)
+    model = tiny("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    read_spec(model, max_length=LENGTH)
+    assert copies
+    assert not any(parameter.numel() for parameter in copies)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
