@@ -58,6 +58,9 @@ def _lines(record: dict[str, Any], *, level_one: bool) -> Lines:
 
 
 def _text(record: dict[str, Any], titles: tuple[str, ...], lines: Lines) -> str:
+    lines = list(lines)
+    if not lines:
+        return _NOT_YET
     source = tables.where_from(record["provenance"])
     bandwidths = [row["ceilings"]["read_bytes_per_second"] / 1e12 for row in record["rows"]]
     low, high = (f"{extreme:.2f}" for extreme in (min(bandwidths), max(bandwidths)))
