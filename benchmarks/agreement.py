@@ -114,7 +114,7 @@ def measure(record: Path, alone: int, together: int, device: torch.device) -> di
     }
     folder = _imported(torch.bfloat16)
     half, exact = (flashnorm.load(folder, dtype=d).to(device) for d in (torch.bfloat16, torch.float32))
-    words = open_subject(folder).tokenizer(sotu_text()[:20_000])["input_ids"]
+    words = open_subject(folder).tokenizer(sotu_text()[:100_000])["input_ids"]
     runs = (("one sequence", ALONE, alone), ("sixteen of unequal length", RAGGED, together))
     for name, lengths, tokens in runs:
         prompts = [words[1000 * n : 1000 * n + length] for n, length in enumerate(lengths)]

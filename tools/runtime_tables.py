@@ -1,4 +1,4 @@
-"""Put the tables of the record of whole-model runs into the pages that speak of them.
+"""Put the tables of the records of whole-model runs into the pages that speak of them.
 
 Usage: `python -m tools.runtime_tables`. How a page marks the place of a table: see `tools.tables`. Where there is no
 record yet, the places say so.
@@ -15,9 +15,9 @@ from tools import tables
 from tools.tables import RECORDS, ROOT, table
 
 PAGES = (ROOT / "docs" / "accelerate.md", ROOT / "docs" / "decode.md")
-RECORD = "e2e-h200"
+RECORD, AGREEMENT = "e2e-h200", "agreement-smollm2"
+_COMMANDS = {RECORD: "flashnorm bench e2e --record", AGREEMENT: "python -m benchmarks.agreement"}
 _LEVEL_ONE = "level-one-"
-_NOT_YET = f"Not measured yet: `flashnorm bench e2e --record benchmarks/records/{RECORD}.json`.\n"
 Lines = Iterable[tuple[str, ...]]
 
 
@@ -36,21 +36,42 @@ def level_one(record: dict[str, Any]) -> str:
     return _text(record, CONTENDERS, _lines(record, level_one=True))
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    f"{RECORD}-asked": asked,
-    f"{RECORD}-contenders": contenders,
-    f"{RECORD}-level-one": level_one,
+def agreement(record: dict[str, Any]) -> str:
+    """How near the texts of a program, and of the stock model, are to fp32."""
+    titles = "run", "steps", "program: KL", "stock: KL", "ratio", "program: same token", "stock: same token"
+    lines = [
+        (
+            row["name"],
+            f"{row['steps']:,}",
+            *(f"{row[who]['divergence']:.2e}" for who in ("program", "stock")),
+            f"{row['divergence_ratio']:.2f}",
+            *(f"{100 * row[who]['same_token']:.2f} %" for who in ("program", "stock")),
+        )
+        for row in record["rows"]
+    ]
+    return "\n".join([*table(titles, lines), "", f"{record['model']}; {tables.where_from(record['provenance'])}.", ""])
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # name -> record, and what is made of it
+    f"{RECORD}-asked": (RECORD, asked),
+    f"{RECORD}-contenders": (RECORD, contenders),
+    f"{RECORD}-level-one": (RECORD, level_one),
+    AGREEMENT: (AGREEMENT, agreement),
 }
 
 
 def with_tables(page: str) -> str:
     """The page's text with every marked table made anew."""
-    return tables.with_tables(page, {name: partial(_made, make) for name, make in TABLES.items()})
+    return tables.with_tables(page, {name: partial(_made, *source) for name, source in TABLES.items()})
 
 
-def _made(make: Callable[[dict[str, Any]], str]) -> str:
-    path = RECORDS / f"{RECORD}.json"
-    return make(tables.read(path)) if path.exists() else _NOT_YET
+def _made(record: str, make: Callable[[dict[str, Any]], str]) -> str:
+    path = RECORDS / f"{record}.json"
+    return make(tables.read(path)) if path.exists() else _not_yet(record)
+
+
+def _not_yet(record: str) -> str:
+    return f"Not measured yet: `{_COMMANDS[record]} benchmarks/records/{record}.json`.\n"
 
 
 def _lines(record: dict[str, Any], *, level_one: bool) -> Lines:
@@ -60,7 +81,7 @@ def _lines(record: dict[str, Any], *, level_one: bool) -> Lines:
 def _text(record: dict[str, Any], titles: tuple[str, ...], lines: Lines) -> str:
     lines = list(lines)
     if not lines:
-        return _NOT_YET
+        return _not_yet(RECORD)
     source = tables.where_from(record["provenance"])
     bandwidths = [row["ceilings"]["read_bytes_per_second"] / 1e12 for row in record["rows"]]
     low, high = (f"{extreme:.2f}" for extreme in (min(bandwidths), max(bandwidths)))

@@ -8,7 +8,7 @@ import pytest
 from flashnorm.bench.e2e.figures import figures
 from tests.bench.e2e.records import record
 from tools import runtime_tables
-from tools.runtime_tables import PAGES, RECORD, TABLES, with_tables
+from tools.runtime_tables import AGREEMENT, PAGES, RECORD, TABLES, with_tables
 from tools.tables import RECORDS, read
 
 
@@ -17,7 +17,23 @@ def recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime_tables, "RECORDS", tmp_path)
     path = tmp_path / f"{RECORD}.json"
     path.write_text(json.dumps(record()))
+    (tmp_path / f"{AGREEMENT}.json").write_text(json.dumps(agreement_record()))
     return path
+
+
+def agreement_record() -> dict[str, object]:
+    """As `benchmarks.agreement` writes it."""
+    program, stock = ({"divergence": d, "same_token": s} for d, s in ((0.00012, 0.995), (0.0003, 0.9875)))
+    row = {"name": "one sequence", "prompts": [64], "steps": 1256, "program": program, "stock": stock}
+    source = {"device": "Some CPU", "driver": None, "packages": {"torch": "2.13.0"}, "command": "python -m x"}
+    source |= {"commit": "0123456789abcdef", "date": "2026-01-02T03:04:05"}
+    return {"model": "Some model", "provenance": source, "rows": [row | {"divergence_ratio": 0.4}]}
+
+
+def test_a_page_says_how_near_to_fp32_the_texts_are(recorded):
+    text = filled()
+    assert "| one sequence | 1,256 | 1.20e-04 | 3.00e-04 | 0.40 | 99.50 % | 98.75 % |" in text
+    assert "Some model; Some CPU, torch 2.13.0; `python -m x` at 0123456789ab, 2026-01-02." in text
 
 
 def filled() -> str:

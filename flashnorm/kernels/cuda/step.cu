@@ -1,9 +1,9 @@
 // One decode step of one sequence as one kernel: from the token to the logits, at the speed at which weights can be read.
 //
-// Every multiprocessor runs one block for the whole step. One warp of it streams the block's rows of every weight
-// matrix, and its stretch of the cache, through a ring of shared memory: it never waits for an activation, so memory
-// need not idle. The other warps follow with the arithmetic; blocks hand each other vectors word by word
-// (exchange.cuh). Each block keeps the residual stream for itself, in registers. The norm's sum of squares is taken
+// Every multiprocessor runs one block for the whole step. One thread of it streams the block's rows of every weight
+// matrix, and its stretch of the cache, through a ring of shared memory (stream.cuh): it never waits for an activation, so
+// memory need not idle. The other warps follow with the arithmetic (matvec.cuh, attend.cuh); blocks hand each other
+// vectors word by word (exchange.cuh). Each block keeps the residual stream for itself, in registers. The norm's sum of squares is taken
 // beside the products: its scale is needed only where an output is finished.
 // All blocks have to be there at once: the launch must be cooperative.
 // Macros: those of the other files, and GAINS (some norm's gain is not folded), HIDDEN, INNER, GATED, ACTIVATION, HALF,
@@ -47,7 +47,7 @@ struct Consumer {
     const Words words;
     Cursor at;
     int buffer = 0, parity = 0;
-    float x[OWN][2];  // this thread's pairs of the residual stream, in the model's dtype but held in fp32
+    float x[OWN][2];    // this thread's pairs of the residual stream, in the model's dtype but held in fp32
     u64 likeliest = 0;  // of the logits of this thread
     float eps;          // of the norm before the linear; below zero: there is none
     Part<BLOCKS> part;
@@ -61,8 +61,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ Consumer(Shared& shared, const Step& step)
-        : shared(shared), step(step), place(place_of(step)),
-          words{step.words} {
+        : shared(shared), step(step), place(place_of(step)), words{step.words} {
         const u32* row = (const u32*)(step.embedding + (long long)place.token * HIDDEN);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
@@ -219,9 +218,10 @@ struct Consumer {
             const Layer &layer = shared.layers[i / 4 % 2], &before = shared.layers[i / 4 % 2 ^ 1];
             if (linear == TO_QKV) epoch++;
             const Matrix of = matrix_of(linear, step, layer);
-            if (linear == FROM_ATTENTION)
-                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, epoch);
+            // A block without outputs of a linear must not wait for its inputs: nobody waits for such a block, and the
+            // words could be those of the next layer when it comes.
             if (linear == FROM_ATTENTION) {
+                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, epoch);
                 if (shared.shares[FROM_ATTENTION].count) take_pairs<ATTENDED>(words.attended(), epoch);
             } else if (linear == DOWN) {
                 if (shared.shares[DOWN].count) take_pairs<INNER>(words.inner(), epoch);
@@ -249,8 +249,8 @@ __device__ __forceinline__ void settle(const Step& step) {
     step.lengths[slot] = slot == step.spare ? 0 : step.lengths[slot] + 1;
 }
 
-// The last block to leave ends the step and moves the epoch on. Where it would wrap, words that have long not been written could come to
-// look new, so all are forgotten.
+// The last block to leave ends the step and moves the epoch on. Where it would wrap, words that have long not been
+// written could come to look new, so all are forgotten.
 __device__ __forceinline__ void leave(const Step& step, u32 epoch) {
     __threadfence();
     if (atomicAdd(step.left, 1) != gridDim.x - 1) return;

@@ -84,12 +84,14 @@ def test_the_step_compiles_and_is_laid_out_as_python_has_it(name, timed):
     settings = replace(decode_step.settings_for(shape), timed=timed)
     size = decode_step.shared_bytes(shape, settings)
     some = torch.zeros(1, 1, 1)
+    widths = decode_step._widths(shape)
     layer = decode_step.packed_layer(decode_step.LayerData(*[some] * 6, scale=1.0))
     step = decode_step.packed_step(decode_step.Ends(some, some), *[some] * 11, layers=1, spare=0)
     asserted = f"""
         static_assert(sizeof(Shared) <= {size - 128}, "Python reckons too little");
         static_assert(sizeof(Layer) == {len(layer)}, "another layer");
         static_assert(WAITING == {len(decode_step.WAITING)}, "other waits");
+        {"".join(f"static_assert(Form<{w}>::columns == {decode_step._columns(w, settings.columns)});" for w in widths)}
         static_assert(sizeof(Step) == {len(step)}, "another step");
     """
     assert size <= SHARED_MEMORY
