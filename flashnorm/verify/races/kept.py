@@ -28,7 +28,7 @@ _PLAYED = (Stream, Event, FakeTensor)
 
 @contextmanager
 def put_back(operation: Any, player: Player) -> Iterator[None]:
-    """While this lasts the operation's own streams and events are `player`'s; afterwards all that it keeps is as before.
+    """While this lasts the operation's own streams and events are `player`'s; afterwards all it keeps is as before.
 
     Attributes and closed-over names are put back whatever they are; a container is only where the play left something
     of its own in it, so that a list in which results are collected keeps them.
@@ -55,7 +55,7 @@ def _exchange(player: Player) -> Callable[[Any], Any]:
     def exchange(value: Any) -> Any:
         if isinstance(value, torch.cuda.Stream):
             handle = getattr(value, "cuda_stream", id(value))
-            made.setdefault(0, player.current[0])  # the default stream's handle
+            made.setdefault(0, player.streams[0])  # the default stream's handle
             return made.get(handle) or made.setdefault(handle, player.stream_class())
         if isinstance(value, torch.cuda.Event):  # what came before the play is done: an event that nobody recorded
             return made.get(id(value)) or made.setdefault(id(value), player.event_class())

@@ -74,6 +74,7 @@ class _Recorder(TorchDispatchMode):
         self.clocks = Clocks()
         self.player = Player(self.clocks)
         self._fakes = fakes
+        self._fake_of: dict[int, tuple[Tensor, Tensor]] = {}  # both kept: the mode forgets a fake that nobody holds
         self._held: Counter[int] = Counter()  # storage -> tensors that are alive
         self._storages: dict[int, Any] = {}  # kept, so that no number comes twice
 
@@ -126,7 +127,10 @@ class _Recorder(TorchDispatchMode):
             self.clocks.free(storage)
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._fakes.from_tensor(tensor)
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        _, fake = self._fake_of.setdefault(id(tensor), (tensor, self._fakes.from_tensor(tensor)))
+        return fake
 
     @contextmanager
     def playing(self) -> Iterator[None]:

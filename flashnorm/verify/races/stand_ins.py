@@ -4,8 +4,8 @@ An operation may use whatever the real classes offer, so the stand-ins have ever
 same parameters (`tests/verify/races/test_stand_ins.py` compares them with the installed torch). What the host learns by
 asking, `query` among it, it knows from then on, as after `synchronize`.
 
-A stand-in belongs to one play. Used after it, or handed a real stream or event during it, it raises `Refusal`: the order
-would be that of neither.
+A stand-in belongs to one play. Used after it, or handed a real stream or event during it, it raises `Refusal`: the
+order would be that of neither.
 """
 
 from __future__ import annotations
