@@ -22,6 +22,7 @@ from flashnorm.verify.races.capture import capture
 
 _EDGE = re.compile(r'"([^"]+)"\s*->\s*"([^"]+)"')
 _NODE = re.compile(r'^"([^"]+)"\s*\[(.*?)\];', re.DOTALL | re.MULTILINE)
+_KERNEL = re.compile(r"([^\s|{}]+)(?:\\<){3}")  # its launch configuration follows, as \<\<\<blocks,threads,bytes\>\>\>
 _LABEL = re.compile(r'label="((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 
@@ -64,7 +65,13 @@ def _label(rest: str) -> str:
 
 def unjoined(graph: Graph) -> list[str]:
     """What nothing waits for, but for the last node, the reader: each is work that the result does not depend on."""
-    return [graph.nodes[node] for node in graph.ends[:-1]]
+    return [_name(graph.nodes[node]) for node in graph.ends[:-1]]
+
+
+def _name(label: str) -> str:
+    """A kernel's name, or what kind of node it is: what a reader knows it by, of a label with every parameter."""
+    kernel = _KERNEL.search(label)
+    return kernel.group(1) if kernel else label.strip("{}| ").split("|")[0].strip()
 
 
 def captured(run: Callable[[], object], warm_up: Callable[[], object] | None = None) -> Graph:

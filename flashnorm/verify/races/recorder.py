@@ -81,9 +81,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A tensor that is real, since the operation kept it from an earlier call, is one buffer with its views only
-        # as the fake that the mode would make of it.
-        args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten.lift_fresh.default:  # of a constant, whose value the mode remembers
+            # A tensor that is real, since the operation kept it from an earlier call, is one buffer with its views
+            # only as the fake that the mode would make of it.
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         result = func(*args, **kwargs)
         for tensor in tree_iter((args, kwargs)):
             self._meet(tensor, str(func))

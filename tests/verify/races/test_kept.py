@@ -142,3 +142,14 @@ def test_a_real_buffer_and_its_view_are_one() -> None:
     assert find_races(operation, (X, True)) == []
     assert find_races(operation, (X, False))
     assert bool((buffer == 0).all())
+
+
+def test_a_constant_keeps_its_value() -> None:
+    seen: list[float] = []
+
+    def operation(x: Tensor) -> Tensor:
+        seen.append(torch.tensor(1.5).item())
+        return x * seen[-1]
+
+    assert find_races(operation, (X,), calls=1) == []
+    assert seen == [1.5]
