@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,7 +33,8 @@ def put_back(operation: Any, player: Player) -> Iterator[None]:
     Attributes and closed-over names are put back whatever they are; a container is only where the play left something
     of its own in it, so that a list in which results are collected keeps them.
     """
-    variables, containers = _holders(operation)
+    known = {id(value): value for value in _reachable(operation, {})}
+    variables, containers = _holders(known.values())
     before = [(holder, _contents(holder)) for holder in (*variables, *containers)]
     exchange = _exchange(player)
     for holder, contents in before:
@@ -44,7 +45,7 @@ def put_back(operation: Any, player: Player) -> Iterator[None]:
     finally:
         always = {id(holder) for holder in variables}
         for holder, contents in before:
-            if id(holder) in always or _holds_played(holder):
+            if id(holder) in always or _holds_played(holder, known):
                 _fill(holder, contents)
 
 
@@ -64,27 +65,28 @@ def _exchange(player: Player) -> Callable[[Any], Any]:
     return exchange
 
 
-def _holders(root: Any) -> tuple[list[Any], list[Any]]:
-    """What can be written and is reachable: attributes and cells, and containers."""
+def _holders(reachable: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """What can be written of what is reachable: attributes and cells, and containers."""
     variables: list[Any] = []
     containers: list[Any] = []
-    for value in _reachable(root):
+    for value in reachable:
         if isinstance(value, CellType):
             variables.append(value)
         elif isinstance(value, (dict, list, set, deque)):
             containers.append(value)
         if isinstance(attributes := getattr(value, "__dict__", None), dict):
             variables.append(attributes)
-    known = {id(holder) for holder in variables}
-    return variables, [container for container in containers if id(container) not in known]
+    attributes_of_one = {id(holder) for holder in variables}
+    return variables, [container for container in containers if id(container) not in attributes_of_one]
 
 
-def _reachable(root: Any) -> Iterator[Any]:
+def _reachable(root: Any, known: Mapping[int, Any]) -> Iterator[Any]:
+    """`root` and what it leads to, but for what is known already and leads to nothing new by itself."""
     seen: dict[int, Any] = {}
     waiting = [root]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:
+        if id(value) in seen or (id(value) in known and value is not root):
             continue
         seen[id(value)] = value  # kept, so that no number comes twice
         yield value
@@ -135,5 +137,6 @@ def _flat(contents: Any) -> list[Any]:
     return [part for item in contents.items() for part in item] if isinstance(contents, dict) else list(contents)
 
 
-def _holds_played(container: Any) -> bool:
-    return any(isinstance(value, _PLAYED) for value in _reachable(container))
+def _holds_played(container: Any, known: Mapping[int, Any]) -> bool:
+    """Itself, or in what the play made; what was there before is asked for itself."""
+    return any(isinstance(value, _PLAYED) for value in _reachable(container, known))

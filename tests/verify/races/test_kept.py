@@ -12,6 +12,7 @@ from torch import Tensor
 from flashnorm.errors import Refusal
 from flashnorm.verify.races.recorder import find_races
 from tests.faults.two_streams import FAULTS, TwoStreams
+from tests.verify.races.real import real
 
 X = torch.empty(4, 48, dtype=torch.bfloat16)
 WEIGHT = torch.empty(32, 48, dtype=torch.bfloat16)
@@ -41,8 +42,8 @@ def test_real_streams_and_events_are_exchanged_and_come_back() -> None:
             pass
 
     for operation, sound in ((Ran(), True), (Unjoined(), False)):
-        operation._side = object.__new__(torch.cuda.Stream)
-        operation._fork, operation._join = (object.__new__(torch.cuda.Event) for _ in range(2))
+        operation._side = real(torch.cuda.Stream)
+        operation._fork, operation._join = (real(torch.cuda.Event) for _ in range(2))
         before = dict(vars(operation))
         assert (find_races(operation, (X, WEIGHT, 1e-5), calls=3) == []) is sound
         assert all(value is before[name] for name, value in vars(operation).items())
@@ -72,6 +73,25 @@ def _in_a_container() -> tuple[Any, Any]:
     return functools.partial(operation, cache=cache), lambda: cache or None
 
 
+def _in_a_new_object_in_an_old_list() -> tuple[Any, Any]:
+    class Workspace:
+        def __init__(self) -> None:
+            self.parts = {"side": torch.cuda.Stream()}
+
+    class Holder:
+        def __init__(self) -> None:
+            self.pool: list[Workspace] = []
+
+        def __call__(self, x: Tensor) -> Tensor:
+            if not self.pool:
+                self.pool.append(Workspace())
+            self.pool[0].parts["side"].synchronize()
+            return x + 1
+
+    holder = Holder()
+    return holder, lambda: holder.pool or None
+
+
 def _of_a_method() -> tuple[Any, Any]:
     class Holder:
         side = None
@@ -94,7 +114,9 @@ def _of_a_function() -> tuple[Any, Any]:
     return operation, lambda: getattr(operation, "side", None)
 
 
-@pytest.mark.parametrize("make", [_closing_over, _in_a_container, _of_a_method, _of_a_function])
+@pytest.mark.parametrize(
+    "make", [_closing_over, _in_a_container, _in_a_new_object_in_an_old_list, _of_a_method, _of_a_function]
+)
 def test_wherever_it_is_kept(make: Any) -> None:
     operation, kept = make()
     for _ in range(2):
