@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashnorm.errors import CheckpointError, ShapeError
+from flashnorm.errors import Refusal, ShapeError
 from flashnorm.verify.determinism import busy, same_bits
 from flashnorm.verify.outcome import BatteryReport, Outcome
 from flashnorm.verify.races.check import check_races
@@ -126,11 +126,11 @@ def _determinism(operation: Operation, inputs: Inputs) -> Outcome:
 
 
 def _races(operation: Operation, inputs: Inputs, reference: Operation | None) -> Outcome:
-    """Skipped where the operation does not run on fake CUDA tensors: one that holds tensors of its own elsewhere."""
+    """Skipped where the operation does not run on fake CUDA tensors, as one that holds tensors or streams elsewhere."""
     try:
         with refusing("the operation cannot be played on fake CUDA tensors"):
             return check_races(operation, inputs, reference)
-    except CheckpointError as reason:
+    except Refusal as reason:
         return Outcome("races", skipped=str(reason))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,23 @@ def test_a_buffer_of_the_call_before_is_found(dtype: torch.dtype) -> None:
     report = operation_battery(lambda x, *_: stale(x), _inputs(dtype, rows=1))
     assert "lag" in [outcome.name for outcome in report.failures]
     assert "cannot be played on fake CUDA tensors" in report["races"].skipped  # its weight lies on the CPU
+
+
+def test_a_stream_that_is_kept_out_of_reach_is_a_reason_to_skip_and_no_crash() -> None:
+    @functools.lru_cache
+    def side() -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cuda":
+            side().wait_stream(torch.cuda.current_stream())
+        return x + 1
+
+    x = torch.randn(3, 8)
+    assert operation_battery(operation, (x,)).passed
+    again = operation_battery(operation, (x,))  # the cache holds what the first play put there
+    assert again.passed
+    assert "made outside of the call that plays it" in again["races"].skipped
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

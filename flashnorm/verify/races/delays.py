@@ -20,27 +20,50 @@ SIDES: tuple[Side, ...] = ("side", "main")
 
 @contextmanager
 def delayed(side: Side, spin: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, `spin()` is called on the stream to be delayed at each `with torch.cuda.stream(...)`.
+    """While the block runs, `spin()` is called on the stream to be delayed wherever the operation enters a side stream.
 
-    `spin` queues the delay on the current stream. `torch.cuda.stream` is as it was afterwards.
+    `spin` queues the delay on the current stream. A side stream is entered by `with torch.cuda.stream(...)` or by
+    `with` a `torch.cuda.Stream` itself; `torch.cuda` is as it was afterwards.
     """
-    before: Any = torch.cuda.stream
+    cuda: Any = torch.cuda
+    kind, before = cuda.Stream, cuda.stream
+
+    def entered() -> None:
+        if side == "side":
+            spin()
+
+    def left() -> None:
+        if side == "main":
+            spin()
 
     @contextmanager
     def stream(given: Any) -> Iterator[None]:
         with before(given):
-            if side == "side":
-                spin()
+            entered()
             yield
-        if side == "main":
-            spin()
+        left()
 
-    cuda: Any = torch.cuda
+    def after(method: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+        def both(*args: Any) -> Any:
+            result = method(*args)
+            then()
+            return result
+
+        return both
+
+    own = {name: vars(kind).get(name) for name in ("__enter__", "__exit__") if hasattr(kind, name)}
+    for name in own:
+        setattr(kind, name, after(getattr(kind, name), entered if name == "__enter__" else left))
     cuda.stream = stream
     try:
         yield
     finally:
         cuda.stream = before
+        for name, method in own.items():
+            if method is None:  # it was inherited
+                delattr(kind, name)
+            else:
+                setattr(kind, name, method)
 
 
 def spinning(microseconds: float) -> Callable[[], None]:

@@ -1,13 +1,15 @@
 """A captured graph's dependencies: everything that the operation queued must come before what writes its result.
 
-`torch.cuda.CUDAGraph.debug_dump` writes a graph in the DOT language. If a node does not lead to the last one, replaying
-the graph may finish it after the result is read: a join is missing. The implicit join of two streams shows so: the
-product depends on the matmul and not on the sum of squares.
+`torch.cuda.CUDAGraph.debug_dump` writes a graph in the DOT language. One more piece of work is queued on the current
+stream after the operation's, as whatever reads the result would be. If a node does not lead to it, replaying the graph
+may finish that node after the result is read: a join is missing. CUDA refuses most such captures by itself (see
+`flashnorm.verify.races.capture`).
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from flashnorm.errors import Refusal
+from flashnorm.verify.races.capture import capture
 
 _EDGE = re.compile(r'"([^"]+)"\s*->\s*"([^"]+)"')
 _NODE = re.compile(r'^"([^"]+)"\s*\[(.*?)\];', re.DOTALL | re.MULTILINE)
+_KERNEL = re.compile(r"([^\s|{}]+)(?:\\<){3}")  # its launch configuration follows, as \<\<\<blocks,threads,bytes\>\>\>
 _LABEL = re.compile(r'label="((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 
@@ -60,22 +64,48 @@ def _label(rest: str) -> str:
 
 
 def unjoined(graph: Graph) -> list[str]:
-    """What nothing waits for, but for the last node: each is work that the result does not depend on."""
-    return [graph.nodes[node] for node in graph.ends[:-1]]
+    """What nothing waits for, but for the last node, the reader: each is work that the result does not depend on."""
+    return [_name(graph.nodes[node]) for node in graph.ends[:-1]]
+
+
+def _name(label: str) -> str:
+    """A kernel's name, or what kind of node it is: what a reader knows it by, of a label with every parameter."""
+    kernel = _KERNEL.search(label)
+    return kernel.group(1) if kernel else label.strip("{}| ").split("|")[0].strip()
 
 
 def captured(run: Callable[[], object], warm_up: Callable[[], object] | None = None) -> Graph:
-    """Capture what `run` queues on a CUDA device, and read its graph. `warm_up` (default: `run`) is called before."""
+    """Capture what `run` queues on a CUDA device, and read its graph. `warm_up` (default: `run`) is called before.
+
+    The last node is not `run`'s: it is what comes next on the stream that was current. Raises `NotCaptured` where CUDA
+    refuses the capture, and `Refusal` where torch does not write the graph.
+    """
     (warm_up or run)()
+    reader = torch.zeros((), device="cuda")
+
+    def run_and_read() -> object:
+        result = run()
+        reader.fill_(1)
+        return result
+
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.enable_debug_mode()
-    with torch.cuda.graph(graph):
-        run()
-    with TemporaryDirectory() as folder:
+    graph, _ = capture(run_and_read)
+    return read_dot(_described(graph))
+
+
+def _described(graph: torch.cuda.CUDAGraph) -> str:
+    """What CUDA writes of a captured graph. It must have kept its nodes, by `CUDAGraph(keep_graph=True)`.
+
+    `enable_debug_mode` is no substitute: `capture_end` forgets the nodes of a graph that does not keep them in that
+    mode as well, and `debug_dump` then writes nothing (pytorch#187749). It is a mode of the process, not of a graph.
+    """
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*DEBUG: calling")  # `debug_dump` announces itself
         path = Path(folder) / "graph.dot"
         graph.debug_dump(str(path))
-        return read_dot(path.read_text())
+        if not path.is_file():
+            raise Refusal(f"torch {torch.__version__} did not write the captured graph; use 2.10 or later, with CUDA")
+        return path.read_text()
 
 
 def depends_on(graph: Graph, target: str, sources: Sequence[str]) -> list[str]:

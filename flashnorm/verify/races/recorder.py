@@ -1,9 +1,9 @@
 """Plays an operation's stream and event calls on a machine without a GPU, and reports every unordered pair of accesses.
 
 The operation runs on fake CUDA tensors, which have shapes and storages and no data, while `torch.cuda`'s streams and
-events are stand-ins that drive vector clocks (`flashnorm.verify.races.clocks`). What each torch operation reads and
-writes is taken from its schema; a view touches nothing. So the very code that runs on a GPU is checked, and a race is
-found whatever the timing.
+events are stand-ins (`flashnorm.verify.races.stand_ins`) that drive vector clocks (`flashnorm.verify.races.clocks`).
+What each torch operation reads and writes is taken from its schema; a view touches nothing. So the very code that runs
+on a GPU is checked, and a race is found whatever the timing.
 
 What is not seen: memory that an operation touches behind its schema (a kernel launched by hand), and graph capture,
 whose edges `flashnorm.verify.races.graphs` checks.
@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
-from flashnorm.verify.races.clocks import HOST, Clock, Clocks, Race
+from flashnorm.verify.races.clocks import Clocks, Race
+from flashnorm.verify.races.kept import put_back
 from flashnorm.verify.races.redirected import Redirected
+from flashnorm.verify.races.stand_ins import Player, Stream
 
 Operation = Callable[..., Any]
 
@@ -34,11 +36,20 @@ def find_races(operation: Operation, inputs: Sequence[Tensor | float], *, calls:
 
     `inputs`: tensors on any device, of which shape and dtype count, and numbers. Between calls the result is read on
     the main stream and dropped, as the next operation and the allocator do. What the operation keeps from call to call
-    (its own buffers and events) is kept.
+    (its own buffers and events) is kept while this lasts, and is afterwards what it was before, so that the same
+    operation can run on a device next. Raises `Refusal` where it keeps streams or events out of reach
+    (see `flashnorm.verify.races.kept`).
     """
-    recorder = _Recorder()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder(fakes)
     # In inference mode, since autograd's own kernels ask for a device that is not there.
-    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), recorder.playing(), Redirected():
+    with (
+        put_back(operation, recorder.player),
+        torch.inference_mode(),
+        fakes,
+        recorder.playing(),
+        Redirected(),
+    ):
         given = [_fake(value) for value in inputs]
         for _ in range(calls):
             result = operation(*given)
@@ -55,54 +66,15 @@ def _fake(value: Tensor | float) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
 
-class _Stream:
-    """A stand-in for `torch.cuda.Stream`."""
-
-    def __init__(self, clocks: Clocks, number: int, device: torch.device) -> None:
-        self._clocks, self.number, self.device = clocks, number, device
-
-    def wait_event(self, event: _Event) -> None:
-        self._clocks.wait(self.number, event.clock)
-
-    def wait_stream(self, other: _Stream) -> None:
-        self._clocks.wait(self.number, self._clocks.record(other.number))
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event(self._clocks, lambda: self)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self._clocks.wait(HOST, self._clocks.record(self.number))
-
-
-class _Event:
-    """A stand-in for `torch.cuda.Event`: empty until it is recorded."""
-
-    def __init__(self, clocks: Clocks, current: Callable[[], _Stream]) -> None:
-        self._clocks, self._current = clocks, current
-        self.clock: Clock | None = None
-
-    def record(self, stream: _Stream | None = None) -> None:
-        self.clock = self._clocks.record((stream or self._current()).number)
-
-    def wait(self, stream: _Stream | None = None) -> None:
-        self._clocks.wait((stream or self._current()).number, self.clock)
-
-    def synchronize(self) -> None:
-        self._clocks.wait(HOST, self.clock)
-
-
 class _Recorder(TorchDispatchMode):
     """Tells the clocks what every operation touches, on the stream that is current."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self.clocks = Clocks()
-        self._device = torch.device("cuda", 0)
-        self._streams = [_Stream(self.clocks, 0, self._device)]
-        self._current = [self._streams[0]]
-        self._playing = True
+        self.player = Player(self.clocks)
+        self._fakes = fakes
+        self._fake_of: dict[int, tuple[Tensor, Tensor]] = {}  # both kept: the mode forgets a fake that nobody holds
         self._held: Counter[int] = Counter()  # storage -> tensors that are alive
         self._storages: dict[int, Any] = {}  # kept, so that no number comes twice
 
@@ -110,6 +82,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is not torch.ops.aten.lift_fresh.default:  # of a constant, whose value the mode remembers
+            # A tensor that is real, since the operation kept it from an earlier call, is one buffer with its views
+            # only as the fake that the mode would make of it.
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         result = func(*args, **kwargs)
         for tensor in tree_iter((args, kwargs)):
             self._meet(tensor, str(func))
@@ -123,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _touch(self, func: Any, args: Any, kwargs: Any, returned: Sequence[Tensor], given: set[int]) -> None:
-        what, stream = str(func), self._current[-1].number
+        what, stream = str(func), self.player.number(None)
         for argument, value in _arguments(func, args, kwargs):
             write = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_iter(value):
@@ -141,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         storage = _storage(tensor)
         if not self.clocks.knows(storage):
             shape = "x".join(map(str, tensor.shape))
-            self.clocks.allocate(storage, self._current[-1].number, f"the {shape} result of {what}")
+            self.clocks.allocate(storage, self.player.number(None), f"the {shape} result of {what}")
             self._storages[storage] = tensor.untyped_storage()
         tensor._seen_by = self  # type: ignore[attr-defined]
         self._held[storage] += 1
@@ -149,59 +125,67 @@ class _Recorder(TorchDispatchMode):
 
     def _gone(self, storage: int) -> None:
         self._held[storage] -= 1
-        if self._playing and self._held[storage] == 0 and self.clocks.knows(storage):
+        if not self.player.over and self._held[storage] == 0 and self.clocks.knows(storage):
             self.clocks.free(storage)
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        _, fake = self._fake_of.setdefault(id(tensor), (tensor, self._fakes.from_tensor(tensor)))
+        return fake
 
     @contextmanager
     def playing(self) -> Iterator[None]:
         """`torch.cuda`'s streams and events are ours while this lasts."""
-        names = ("Stream", "Event", "current_stream", "default_stream", "stream", "synchronize")
-        before = {name: getattr(torch.cuda, name) for name in names}
+        replacements = self._replacements()
+        before = {name: getattr(torch.cuda, name) for name in replacements}
         record_stream = Tensor.record_stream
-        for name in names:
-            setattr(torch.cuda, name, getattr(self, f"_cuda_{name.lower()}"))
+        for name, replacement in replacements.items():
+            setattr(torch.cuda, name, replacement)
         keep_for: Any = lambda tensor, stream: self._keep_for(tensor, stream)  # noqa: E731
         Tensor.record_stream = keep_for  # type: ignore[method-assign]
         try:
             with self:
                 yield
         finally:
-            self._playing = False  # what the caller still holds is freed by nobody's mistake
+            self.player.over = True  # what the caller still holds is freed by nobody's mistake
             for name, value in before.items():
                 setattr(torch.cuda, name, value)
             Tensor.record_stream = record_stream  # type: ignore[method-assign]
 
-    def _keep_for(self, tensor: Tensor, stream: _Stream) -> None:
+    def _replacements(self) -> dict[str, Any]:
+        player = self.player
+
+        def current_stream(device: Any = None) -> Stream:
+            return player.current[-1]
+
+        def default_stream(device: Any = None) -> Stream:
+            return player.streams[0]
+
+        def set_stream(stream: Any) -> None:
+            if stream is not None:
+                player.current[-1] = player.streams[player.number(stream)]
+
+        def synchronize(device: Any = None) -> None:
+            for stream in player.streams.values():
+                stream.synchronize()
+
+        return {
+            "Stream": player.stream_class,
+            "Event": player.event_class,
+            "StreamContext": player.on,
+            "stream": player.on,
+            "current_stream": current_stream,
+            "default_stream": default_stream,
+            "set_stream": set_stream,
+            "synchronize": synchronize,
+            "is_current_stream_capturing": lambda: False,
+        }
+
+    def _keep_for(self, tensor: Tensor, stream: Any) -> None:
+        tensor = self._as_fake(tensor)
         self._meet(tensor, "an input")
-        self.clocks.keep_for(_storage(tensor), stream.number)
-
-    def _cuda_stream(self, first: Any = None, *rest: Any, **options: Any) -> Any:
-        """`torch.cuda.Stream(device)` makes one, `torch.cuda.stream(stream)` makes it current."""
-        if isinstance(first, _Stream):
-            return self._on(first)
-        self._streams.append(_Stream(self.clocks, len(self._streams), self._device))
-        return self._streams[-1]
-
-    @contextmanager
-    def _on(self, stream: _Stream) -> Iterator[None]:
-        self._current.append(stream)
-        try:
-            yield
-        finally:
-            self._current.pop()
-
-    def _cuda_event(self, *_: Any, **__: Any) -> _Event:
-        return _Event(self.clocks, lambda: self._current[-1])
-
-    def _cuda_current_stream(self, device: Any = None) -> _Stream:
-        return self._current[-1]
-
-    def _cuda_default_stream(self, device: Any = None) -> _Stream:
-        return self._streams[0]
-
-    def _cuda_synchronize(self, device: Any = None) -> None:
-        for stream in self._streams:
-            stream.synchronize()
+        self.clocks.keep_for(_storage(tensor), self.player.number(stream))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,8 +9,10 @@ import torch
 
 from flashnorm.kernels import reference
 from flashnorm.kernels.two_stream import overlapped_rms_linear
+from flashnorm.verify.races.capture import NotCaptured, capture
 from flashnorm.verify.races.check import check_races
 from flashnorm.verify.races.graphs import captured, unjoined
+from flashnorm.verify.races.recorder import find_races
 from flashnorm.verify.races.sanitizer import sanitizer_findings
 from tests.faults.two_streams import (
     EarlyReuse,
@@ -20,6 +22,7 @@ from tests.faults.two_streams import (
     MissingMatmulEnd,
     MissingSquaresEnd,
     SharedEvent,
+    TwoStreams,
 )
 
 pytestmark = [
@@ -35,8 +38,15 @@ def _inputs(rows: int = 16, width: int = 576, outputs: int = 960) -> tuple[torch
 
 
 def test_a_sound_operation_passes() -> None:
-    for operation in (overlapped_rms_linear, JoinedOutside()):
-        assert check_races(operation, _inputs(), reference.rms_linear).passed
+    for operation in (overlapped_rms_linear, TwoStreams(), JoinedOutside()):
+        outcome = check_races(operation, _inputs(), reference.rms_linear)
+        assert outcome.passed, outcome.meaning
+        assert [figure.name for figure in outcome.figures] == [
+            "unordered_pairs",
+            "wrong_when_delayed",
+            "unjoined_in_graph",
+        ]
+        assert outcome.notes == ()  # it was captured as well
 
 
 @pytest.mark.parametrize("fault", [ImplicitJoin, SharedEvent])
@@ -73,6 +83,67 @@ def test_a_unit_test_of_the_same_code_passes() -> None:
 def test_the_captured_graph_waits_for_both() -> None:
     inputs = _inputs()
     assert unjoined(captured(lambda: overlapped_rms_linear(*inputs))) == []
+
+
+def test_work_that_only_the_end_of_a_call_waits_for_is_joined() -> None:
+    """Two ends of the operation's own graph, both waited for: no missing join."""
+    x, seen = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+
+    def operation() -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            seen.add_(1)
+        y = x * 2
+        main.wait_stream(side)
+        return y
+
+    graph = captured(operation)
+    assert unjoined(graph) == []
+    assert len(graph.nodes) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (ImplicitJoin, "is never joined"),
+        (MissingSquaresEnd, "is never joined"),
+        (SharedEvent, "waits for work that the capture does not hold"),
+        (MissingFork, "waits for work that the capture does not hold"),
+    ],
+)
+def test_a_refused_capture_is_said_in_words_and_leaves_nothing_behind(fault, words: str) -> None:
+    inputs, operation, before = _inputs(), fault(), torch.cuda.current_stream()
+    for _ in range(2):
+        operation(*inputs)
+    torch.cuda.synchronize()
+    with pytest.raises(NotCaptured, match=words) as caught:
+        capture(lambda: operation(*inputs))
+    assert caught.value.disorder
+    assert torch.cuda.current_stream() == before
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.cuda.empty_cache()  # an internal error of the allocator's while it thinks that a capture is underway
+    torch.rand(4, device="cuda")  # an error while the generator thinks so
+    if (side := operation._side) is not None:
+        with torch.cuda.stream(side):
+            assert not torch.cuda.is_current_stream_capturing()
+            torch.ones(4, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    graph, result = capture(lambda: reference.rms_linear(*inputs))
+    graph.replay()
+    torch.testing.assert_close(result, reference.rms_linear(*inputs))
+
+
+def test_an_operation_that_ran_on_the_device_is_played_and_runs_on() -> None:
+    """It keeps real streams, events and buffers, in place of which the recorder has its own for a while."""
+    for make, sound in ((TwoStreams, True), (ImplicitJoin, False)):
+        operation, inputs = make(), _inputs()
+        operation(*inputs)
+        assert (find_races(operation, inputs, calls=3) == []) is sound
+        assert isinstance(operation._side, torch.cuda.Stream)
+        torch.cuda.synchronize()
+        operation(*inputs)
+        torch.cuda.synchronize()
 
 
 def run_shipped() -> None:
