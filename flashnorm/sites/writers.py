@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from flashnorm.sites.as_found import is_as_found, not_one_scalar
@@ -243,10 +242,9 @@ class WriterFollower(Follower):
             self.irregular(norm, "it does not return one tensor of its input's shape")
             return
         convention = found.convention
-        with _disable_current_modes():
-            known = not_one_scalar(found, x) is None
-            if known and not is_as_found(found, self.record.model.get_submodule(norm), x, output):
-                self.irregular(norm, "it multiplies by more than its gain")
+        known = not_one_scalar(found, x) is None
+        if known and not is_as_found(found, self.record.model.get_submodule(norm), x, output):
+            self.irregular(norm, "it multiplies by more than its gain")
         centered = known and convention.subtracts_mean and found.weight is None and found.bias is None
         own = Foreign(f"the output of {norm} is added to it, which has a mean by its gain and bias")
         rows = self.rows.fresh(frozenset() if centered else frozenset([own]), output.shape[:-1].numel())
