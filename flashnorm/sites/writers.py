@@ -19,7 +19,7 @@ from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.operations import VALUE_FREE, Blocked, Context, results
-from flashnorm.sites.shadow import Conflict, Shadows, tagged
+from flashnorm.sites.shadow import Conflict, Shadows, distinct, tagged
 from flashnorm.sites.tracing import ALWAYS, Follower, Trace, is_view, make_runs
 from flashnorm.sites.weights import Ledger, Located, Read
 from flashnorm.sites.writer_record import Normalised, WriterTrace
@@ -180,7 +180,7 @@ class WriterFollower(Follower):
             writers = [member for member in members if isinstance(member, Writer)]
             if not writers:
                 continue
-            found = torch.unique(channels[mask]).long() // 2 - 1
+            found = (distinct(channels if bool(mask.all()) else channels[mask]).long() >> 1) - 1
             sentence = f"{reason} [{base}, {where or self.where()}]"
             for writer in writers:
                 self.found.stop(writer, found[found < self.found.widths[writer]], sentence)
