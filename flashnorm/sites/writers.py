@@ -181,9 +181,11 @@ class WriterFollower(Follower):
             if not writers:
                 continue
             found = (distinct(channels if bool(mask.all()) else channels[mask]).long() >> 1) - 1
+            last = int(found[-1])  # they are in order
             sentence = f"{reason} [{base}, {where or self.where()}]"
             for writer in writers:
-                self.found.stop(writer, found[found < self.found.widths[writer]], sentence)
+                width = self.found.widths[writer]
+                self.found.stop(writer, found if last < width else found[found < width], sentence)
 
     # --- norms ------------------------------------------------------------------------------------------------------
 
