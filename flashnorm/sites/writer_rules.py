@@ -151,7 +151,8 @@ def sum_of(step: Step, a: Laid, b: Laid, shape: torch.Size) -> Laid:
         return Laid(torch.maximum(a.rows, b.rows), a.channels)
     if bool(((a.rows > 0) & (b.rows > 0) & (a.channels != b.channels)).any()):
         raise Blocked("mixed-channels", "different channels of it are added up")
-    rows = step.follower.rows.summed(*by_row(a.rows, b.rows), step.follower.foreign(step.base))
+    left, right = by_row(a.rows, b.rows)
+    rows = step.follower.rows.summed(left, right, step.follower.foreign(step.base))
     return Laid(rows.expand(shape), torch.where(a.rows > 0, a.channels, b.channels))
 
 
