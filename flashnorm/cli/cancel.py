@@ -88,13 +88,13 @@ def command(
 
 def _windows(folder: Path, text: Path, model: nn.Module, trust_remote_code: bool) -> list[dict[str, Any]]:
     """The beginning of a text, as calls of the model. Raises `Refusal` where it cannot be read or is too short."""
-    from flashnorm.verify.subject import _tokenizer
+    from flashnorm.verify.subject import tokenizer_of
 
     try:
         sample = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{text} cannot be read as UTF-8 text: {error}") from error
-    tokenizer = _tokenizer(folder, trust_remote_code)
+    tokenizer = tokenizer_of(folder, trust_remote_code)
     if tokenizer is None:
         raise Refusal(f"{folder} has no tokenizer, so it cannot read the text; copy the model's tokenizer files there")
     ids = tokenizer(sample[: _WINDOWS * _WINDOW * 8], return_tensors="pt")["input_ids"][0]

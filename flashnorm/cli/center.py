@@ -90,10 +90,10 @@ def _exact_outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The fp64 logits of `ids`; the last hidden states, where a model has no head."""
     import torch
 
-    from flashnorm.verify.oracle import _everything_in, exact_logits
+    from flashnorm.verify.oracle import everything_in, exact_logits
 
     if model.get_output_embeddings() is not None:
         return exact_logits(model, ids, torch.float64)
-    with _everything_in(torch.float64), torch.inference_mode():
+    with everything_in(torch.float64), torch.inference_mode():
         hidden: torch.Tensor = model(input_ids=ids).last_hidden_state
     return hidden

@@ -77,8 +77,15 @@ def audit_centering(
         untie_head(hollow)
     live = model if isinstance(model, nn.Module) else None
     record = trace_fully(hollow, inputs, live)
-    found = trace_writers(hollow, record.runs, live)
+    found = writers_of(hollow, record, live)
     return CenteringAudit(tuple(centerings(record, found)), found.probes, found.irregular, report_of(hollow, record))
+
+
+def writers_of(hollow: nn.Module, record: Trace, live: nn.Module | None = None) -> WriterTrace:
+    """`trace_writers` for the runs of a trace; nothing is run where no norm subtracts a mean, so that nobody asks."""
+    if any(found.convention.subtracts_mean for found in record.probes.values()):
+        return trace_writers(hollow, record.runs, live)
+    return WriterTrace(hollow, record.probes)
 
 
 def centerings(record: Trace, found: WriterTrace) -> list[Centering]:

@@ -51,10 +51,10 @@ def watch(model: nn.Module, watcher: Watcher) -> Iterator[None]:
 
     handles: list[Any] = []
     for module in names:
-        handles.append(module.register_forward_pre_hook(_aside(enter), prepend=True))
-        handles.append(module.register_forward_pre_hook(_aside(norms.enter), with_kwargs=True))
-        handles.append(module.register_forward_hook(_aside(norms.leave), prepend=True))
-        handles.append(module.register_forward_hook(_aside(leave)))
+        handles.append(module.register_forward_pre_hook(aside(enter), prepend=True))
+        handles.append(module.register_forward_pre_hook(aside(norms.enter), with_kwargs=True))
+        handles.append(module.register_forward_hook(aside(norms.leave), prepend=True))
+        handles.append(module.register_forward_hook(aside(leave)))
     try:
         yield
     finally:
@@ -62,11 +62,11 @@ def watch(model: nn.Module, watcher: Watcher) -> Iterator[None]:
             handle.remove()
 
 
-def _aside(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, as no act of the model: modes that intercept its functions do not see it."""
+def aside(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, as no act of the model: modes that intercept its functions or operations do not see it."""
 
     def run(*args: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             hook(*args)
 
     return run
@@ -101,8 +101,7 @@ class _Norms:
         if kind in self._kinds[module] or (tried and next(module.parameters(), None) is None):
             return
         self._kinds[module].add(kind)
-        with _disable_current_modes(), torch.no_grad():
-            found = self._cache.probe(module, *_real((args, kwargs)))
+        found = self._cache.probe(module, *_real((args, kwargs)))
         before = self._found.get(module)
         if before is None and found is not None:
             self._recognise(module, found)

@@ -177,7 +177,7 @@ def read_off(call: Call) -> Any:
 @rule("mul")
 def multiplied(call: Call) -> Any:
     a, b = torch.broadcast_tensors(call.codes(0), call.codes(1))
-    if ((a > 0) & (b > 0)).any():
+    if tagged(a) and tagged(b) and ((a > 0) & (b > 0)).any():
         raise Blocked("second-tensor", "it is multiplied by a tensor that carries a gain as well")
     zero = (a == ZERO) | (b == ZERO)
     return torch.where(zero, ZERO, impure(torch.where(a > 0, a, b)))

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from flashnorm.sites.arrangement import Arrangement, arrangement_of
 from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS, attended
 from flashnorm.sites.inputs import Run
+from flashnorm.sites.norm_calls import aside
 from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.scalar_record import Absorbed, Members, ScalarTrace, Stopped, unite
 from flashnorm.sites.scalar_rules import REASONS, product
-from flashnorm.sites.shadow import Conflict, Numbering, Shadows, constant_along, tagged
+from flashnorm.sites.shadow import Conflict, Numbering, Shadows, constant_along, distinct, same_gains, tagged
 from flashnorm.sites.tracing import ALWAYS, OF_NUMBERS, Follower, Trace, is_view, make_runs
 from flashnorm.sites.weights import Ledger, Located, Read
 
@@ -57,11 +57,7 @@ def _arguments_told(model: nn.Module, mode: ScalarFollower) -> Iterator[None]:
 
 
 def _told(tell: Callable[..., None], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, *what: Any) -> None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            tell(name, *what)
-
-    return hook
+    return aside(lambda module, *what: tell(name, *what))
 
 
 class _Layer:
@@ -223,15 +219,16 @@ class ScalarFollower(Follower):
         """The channels of readers that these tensors come from; all of a norm's where an element does not say which."""
         members: Members = {}
         for tensor in carrying:
-            codes = _codes(self.origins, tensor)
-            if bool(((_codes(self.shadows, tensor) > 0) & (codes <= 0)).any()):
+            origins = _codes(self.origins, tensor)
+            codes = distinct(origins)
+            if bool((codes <= 0).any()) and bool(((_codes(self.shadows, tensor) > 0) & (origins <= 0)).any()):
                 unite(members, {(norm, ""): torch.ones(1, dtype=torch.bool) for norm in self._norms([tensor])})
             for name in self._channels.norms_in(codes):
                 if name in self._merged:
                     unite(members, self._merged[name])
                     continue
                 norm, _, reader = name.partition(">")
-                channels = self._channels.channels_of(name, torch.unique(codes))
+                channels = self._channels.channels_of(name, codes)
                 mask = torch.zeros(self._channels.width(name), dtype=torch.bool)
                 mask[channels[channels >= 0]] = True
                 unite(members, {(norm, reader): mask})
@@ -269,11 +266,14 @@ class ScalarFollower(Follower):
         lead = self._lead[norm]
         if tensor.shape[:-1] != lead:
             return False
-        expected = torch.arange(lead.numel()).view(*lead, 1)
-        return bool((self._latest(norm, _codes(self.shadows, tensor)) == expected).all())
+        expected = self.record.numbering.codes(self._call_of(norm), lead.numel()).view(*lead, 1)
+        return same_gains(_codes(self.shadows, tensor), expected)
 
     def _latest(self, norm: str, codes: torch.Tensor) -> torch.Tensor:
-        return self.record.numbering.channels_of(f"{norm}#{self._calls[norm]}", codes)
+        return self.record.numbering.channels_of(self._call_of(norm), codes)
+
+    def _call_of(self, norm: str) -> str:
+        return f"{norm}#{self._calls[norm]}"
 
     def returned(self, reader: str, args: Any, output: Any) -> None:
         """A reader returned: are its outputs its channels in order, so that some of them can be scaled there?"""
@@ -281,8 +281,8 @@ class ScalarFollower(Follower):
         width = self.found.widths.get((norm or "", reader))
         if norm is None or width is None or not isinstance(output, torch.Tensor) or output.shape[-1] != width:
             return
-        channels = self._channels.channels_of(f"{norm}>{reader}", _codes(self.origins, output))
-        if self._in_order(norm, output) and bool((channels == torch.arange(width)).all()):
+        expected = self._channels.codes(f"{norm}>{reader}", width)
+        if self._in_order(norm, output) and same_gains(_codes(self.origins, output), expected):
             self.found.whole.add(reader)
 
     # --- norms ------------------------------------------------------------------------------------------------------
@@ -333,16 +333,14 @@ class ScalarFollower(Follower):
         if not isinstance(output, torch.Tensor) or output.shape != x.shape:
             self.irregular(norm, "it does not return one tensor of its input's shape")
             return
-        with _disable_current_modes():
-            as_found = is_as_found(self.record.probes[norm], self.record.model.get_submodule(norm), x, output)
-        if not as_found:
+        if not is_as_found(self.record.probes[norm], self.record.model.get_submodule(norm), x, output):
             self.irregular(norm, "it multiplies by more than its gain")
         if self.record.probes[norm].convention.has_bias:
             self.found.biased.add(norm)
             return
         self._calls[norm] += 1
         self._lead[norm] = lead = output.shape[:-1]
-        codes = self.record.numbering.codes(f"{norm}#{self._calls[norm]}", lead.numel())
+        codes = self.record.numbering.codes(self._call_of(norm), lead.numel())
         self.shadows.put(output, codes.view(*lead, 1).expand(output.shape))
         self.origins.put(output, self._channels.codes(f"{norm}>", 1).expand(output.shape))
 

@@ -25,7 +25,7 @@ from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.shadow import ZERO, Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
-from flashnorm.sites.weights import Ledger, Located, Read, copy_of, place
+from flashnorm.sites.weights import Ledger, Located, Place, Read, copy_of, place
 
 
 @dataclass
@@ -103,6 +103,8 @@ class Follower(HollowMode):
         self.shadows = Shadows()
         self.path: list[str] = []
         self.number_read = False
+        # Where a gain lies -> the gain, which keeps its address from being given to another, and its site.
+        self._gains: dict[Place, tuple[nn.Parameter, str]] = {}
         self.interior = Interior(record.model, record.live, lambda norm, op, why: self.irregular(norm, why, op))
 
     # --- what the rules ask for -------------------------------------------------------------------------------------
@@ -304,11 +306,8 @@ class Follower(HollowMode):
         self.record.gain_of[name] = name
         if found.weight is None:
             return
-        gain = place(self.record.model.get_submodule(name).get_parameter(found.weight))
-        for other, probed in self.record.probes.items():
-            if probed.weight and place(self.record.model.get_submodule(other).get_parameter(probed.weight)) == gain:
-                self.record.gain_of[name] = self.record.gain_of[other]
-                return
+        gain = self.record.model.get_submodule(name).get_parameter(found.weight)
+        _, self.record.gain_of[name] = self._gains.setdefault(place(gain), (gain, name))
 
     def leave_model(self, output: Any) -> None:
         """What the model returns must not change. A model with logits is judged by them: the hidden states that it

@@ -10,12 +10,11 @@ from torch import nn
 
 from flashnorm.sites.audit import AuditReport, hollow_of, report_of, trace_fully
 from flashnorm.sites.cancelling import Cancellation, CancellationAudit, before_any_linear, cancellations
-from flashnorm.sites.centering import Centering, centerings
+from flashnorm.sites.centering import Centering, centerings, writers_of
 from flashnorm.sites.folding import moves_shift
 from flashnorm.sites.scalars import trace_scalars
 from flashnorm.sites.tying import untie_head
 from flashnorm.sites.types import Site
-from flashnorm.sites.writers import trace_writers
 
 Word = Literal["yes", "partial", "centered", "no"]
 
@@ -67,7 +66,7 @@ def audit_fully(
     report = report_of(hollow, record)
     scalars = trace_scalars(hollow, record.runs, live)
     redundant = {c.norm: c for c in cancellations(scalars)}
-    centered = {c.norm: c for c in centerings(record, trace_writers(hollow, record.runs, live))}
+    centered = {c.norm: c for c in centerings(record, writers_of(hollow, record, live))}
     problems = before_any_linear(scalars)
     transforms = {
         site.norm: _transforms(site, problems.get(site.norm), redundant.get(site.norm), centered.get(site.norm))

@@ -15,7 +15,7 @@ from flashnorm.sites.contractions import PRODUCTS, attended
 from flashnorm.sites.operations import PICKS, RULES, Blocked, Call, Context
 from flashnorm.sites.shadow import PLAIN, ZERO, tagged
 from flashnorm.sites.weights import Located
-from flashnorm.sites.written_rows import Foreign, Laid, Rows
+from flashnorm.sites.written_rows import Foreign, Laid, Rows, by_row
 
 SUMS = {"add", "sub", "rsub"}
 # Operations that pick and place elements, or make known ones.
@@ -151,9 +151,7 @@ def sum_of(step: Step, a: Laid, b: Laid, shape: torch.Size) -> Laid:
         return Laid(torch.maximum(a.rows, b.rows), a.channels)
     if bool(((a.rows > 0) & (b.rows > 0) & (a.channels != b.channels)).any()):
         raise Blocked("mixed-channels", "different channels of it are added up")
-    left, right = a.rows, b.rows
-    if len(shape) and all(bool((rows == rows[..., :1]).all()) for rows in (left, right)):
-        left, right = left[..., :1], right[..., :1]  # rows lie along the last axis, as they do nearly everywhere
+    left, right = by_row(a.rows, b.rows)
     rows = step.follower.rows.summed(left, right, step.follower.foreign(step.base))
     return Laid(rows.expand(shape), torch.where(a.rows > 0, a.channels, b.channels))
 

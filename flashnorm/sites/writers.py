@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.operations import VALUE_FREE, Blocked, Context, results
-from flashnorm.sites.shadow import Conflict, Shadows, tagged
+from flashnorm.sites.shadow import Conflict, Shadows, distinct, tagged
 from flashnorm.sites.tracing import ALWAYS, Follower, Trace, is_view, make_runs
 from flashnorm.sites.weights import Ledger, Located, Read
 from flashnorm.sites.writer_record import Normalised, WriterTrace
@@ -181,10 +180,12 @@ class WriterFollower(Follower):
             writers = [member for member in members if isinstance(member, Writer)]
             if not writers:
                 continue
-            found = torch.unique(channels[mask]).long() // 2 - 1
+            found = (distinct(channels if bool(mask.all()) else channels[mask]).long() >> 1) - 1
+            last = int(found[-1])  # they are in order
             sentence = f"{reason} [{base}, {where or self.where()}]"
             for writer in writers:
-                self.found.stop(writer, found[found < self.found.widths[writer]], sentence)
+                width = self.found.widths[writer]
+                self.found.stop(writer, found if last < width else found[found < width], sentence)
 
     # --- norms ------------------------------------------------------------------------------------------------------
 
@@ -243,10 +244,9 @@ class WriterFollower(Follower):
             self.irregular(norm, "it does not return one tensor of its input's shape")
             return
         convention = found.convention
-        with _disable_current_modes():
-            known = not_one_scalar(found, x) is None
-            if known and not is_as_found(found, self.record.model.get_submodule(norm), x, output):
-                self.irregular(norm, "it multiplies by more than its gain")
+        known = not_one_scalar(found, x) is None
+        if known and not is_as_found(found, self.record.model.get_submodule(norm), x, output):
+            self.irregular(norm, "it multiplies by more than its gain")
         centered = known and convention.subtracts_mean and found.weight is None and found.bias is None
         own = Foreign(f"the output of {norm} is added to it, which has a mean by its gain and bias")
         rows = self.rows.fresh(frozenset() if centered else frozenset([own]), output.shape[:-1].numel())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashnorm.sites.shadow import PLAIN
+from flashnorm.sites.shadow import PLAIN, distinct
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,17 @@ class Rows:
 
     def renewed(self, codes: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
         """The shadows of the same rows, times one factor or, where `place` is given, one for each number in it."""
-        keys = codes.long() if place is None else torch.where(codes > 0, codes.long() * (1 << 32) + place, codes.long())
+        shape = codes.shape
+        if place is None:
+            (keys,) = by_row(codes.long())
+        else:
+            codes, place = by_row(codes, place)
+            keys = torch.where(codes > 0, codes.long() * (1 << 32) + place, codes.long())
         kinds, kind = torch.unique(keys, return_inverse=True)
         rows = torch.where(kinds > 0, kinds if place is None else kinds >> 32, kinds)
         new = torch.where(rows > 0, 0, rows).to(torch.int32)
         new[rows > 0] = self._numbered(self._group[rows[rows > 0] // 2])
-        return new[kind]
+        return new[kind].expand(shape)
 
     def summed(self, a: torch.Tensor, b: torch.Tensor, plain: Foreign) -> torch.Tensor:
         """The shadows of the sums of rows, element by element; `plain`: what is added where one has no row."""
@@ -69,8 +74,9 @@ class Rows:
 
     def members(self, codes: torch.Tensor) -> list[tuple[Members, torch.Tensor]]:
         """Everything that these rows consist of, and for each a mask of the rows that do."""
-        groups = torch.where(codes > 0, self._group[codes.clamp(min=0).long() // 2], -1)
-        return [(self._members[g], groups == g) for g in torch.unique(groups).tolist() if g >= 0]
+        (rows,) = by_row(codes)
+        groups = torch.where(rows > 0, self._group[rows.clamp(min=0).long() >> 1], -1)
+        return [(self._members[g], (groups == g).expand(codes.shape)) for g in distinct(groups).tolist() if g >= 0]
 
     def _group_of(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.where(rows > 0, self._group[rows // 2], -1)
@@ -91,6 +97,13 @@ class Rows:
         self._group[start:end] = groups
         self._count = end
         return torch.arange(start, end, dtype=torch.int32) * 2
+
+
+def by_row(*codes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One element of each row, where all of these are the same along the last axis: rows nearly always lie there."""
+    if codes[0].ndim and all(bool((each == each[..., :1]).all()) for each in codes):
+        return tuple(each[..., :1] for each in codes)
+    return codes
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,16 @@ def exact_logits(model: TransformersModel, ids: torch.Tensor, dtype: torch.dtype
     """The logits of `ids`, as `logits_of` gives them, with the model upcast in place to `dtype` and computed in it."""
     model.set_experts_implementation("eager")  # the grouped matrix product of the others has no fp64
     model = model.to(dtype)
-    with _everything_in(dtype):
+    with everything_in(dtype):
         return logits_of(model, ids)
 
 
 @contextmanager
-def _everything_in(dtype: torch.dtype) -> Iterator[None]:
+def everything_in(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, for float64, model code computes in it wherever it asks for float32, or for no dtype, by name.
+
+    For any other dtype nothing changes. The model and its inputs have to be in `dtype` already.
+    """
     if dtype != torch.float64:
         yield
         return

@@ -63,7 +63,7 @@ def open_subject(source: str | os.PathLike[str] | nn.Module, trust_remote_code: 
         with refusing(f"{folder} cannot be loaded by Transformers"):
             return load(folder, trust_remote_code=trust_remote_code, dtype=dtype or "auto")
 
-    return Subject(str(folder), config, _tokenizer(folder, trust_remote_code), load_folder, folder)
+    return Subject(str(folder), config, tokenizer_of(folder, trust_remote_code), load_folder, folder)
 
 
 def _module_subject(module: nn.Module) -> Subject:
@@ -83,7 +83,7 @@ def _module_subject(module: nn.Module) -> Subject:
     return Subject(name, module.config, None, load_copy)
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def tokenizer_of(folder: Path, trust_remote_code: bool) -> Any:
     """The folder's tokenizer; None where it has no tokenizer files (Transformers would then make an empty one)."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from flashnorm.errors import TracingError
 from flashnorm.passes.cancel import apply_cancel
 from flashnorm.sites.cancelling import Cancellation, CancellationAudit, audit_cancellation
-from flashnorm.verify.oracle import _everything_in
+from flashnorm.verify.oracle import everything_in
 from tests import zoo
 
 # fp64 against fp64: both round the same sums at other places. A wrong epsilon or a lost scalar lies far above.
@@ -83,7 +83,7 @@ def _is_float(leaf: Any) -> bool:
 
 def logits(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     """The logits of a model that is in fp64, with fp64 wherever its code asks for fp32 by name."""
-    with _everything_in(torch.float64):
+    with everything_in(torch.float64):
         return zoo.logits(model, inputs)
 
 
@@ -92,7 +92,7 @@ def _moved(
 ) -> float:
     """Relative change of the logits."""
     cancelled = copy.deepcopy(model)
-    with _everything_in(torch.float64):
+    with everything_in(torch.float64):
         apply_cancel(cancelled, chosen, audit)
     return change(before, logits(cancelled, inputs))
 

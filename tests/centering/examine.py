@@ -13,7 +13,7 @@ from flashnorm.errors import TracingError
 from flashnorm.passes.center import apply_center, report_of
 from flashnorm.sites.centering import Centering, CenteringAudit, audit_centering
 from flashnorm.sites.tying import has_tied_head
-from flashnorm.verify.oracle import _everything_in
+from flashnorm.verify.oracle import everything_in
 from tests import zoo
 from tests.cancelling.examine import TOLERANCE, change, in_fp64, logits, unnumbered, with_small_embeddings
 
@@ -92,7 +92,7 @@ def moved(
 ) -> float:
     """Relative change of the logits."""
     centered = copy.deepcopy(model)
-    with _everything_in(torch.float64):
+    with everything_in(torch.float64):
         apply_center(centered, chosen, audit, untie=untie)
     return change(before, logits(centered, inputs))
 

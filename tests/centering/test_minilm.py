@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 from examples.assets import AssetError, minilm_folder
 from flashnorm.passes.center import center
-from flashnorm.verify.oracle import _everything_in
+from flashnorm.verify.oracle import everything_in
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_only_the_norm_of_the_embeddings_can_be_an_rmsnorm(folder: Path) -> None
     ids = torch.randint(1000, 30000, (2, 16), generator=torch.Generator().manual_seed(0))
 
     def hidden() -> torch.Tensor:
-        with _everything_in(torch.float64), torch.no_grad():
+        with everything_in(torch.float64), torch.no_grad():
             return model(ids).last_hidden_state
 
     before, report, after = hidden(), center(model), hidden()

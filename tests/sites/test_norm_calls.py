@@ -9,6 +9,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from flashnorm.sites.audit import audit
+from flashnorm.sites.inputs import Run
+from flashnorm.sites.scalars import trace_scalars
+from flashnorm.sites.tracing import Follower, trace
 from tests.sites.small import OUT, TOKENS, WIDTH, after_fold, settled
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -195,3 +198,18 @@ def test_norms_of_one_factory_are_told_apart():
     model = nn.Sequential(norm(0.0), nn.Linear(WIDTH, WIDTH), norm(1.0), nn.Linear(WIDTH, WIDTH))
     sites = audit(model, inputs={"input": X}).sites
     assert [site.convention.offset for site in sites] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "follow", [trace, lambda model, runs: trace_scalars(model, tuple(runs))], ids=["gains", "scalars"]
+)
+def test_what_the_watching_itself_computes_is_no_act_of_the_model(follow, monkeypatch):
+    """Its work with codes would be followed in its turn, at a multiple of the time."""
+    names = []
+    execute = Follower._execute
+    monkeypatch.setattr(
+        Follower, "_execute", lambda self, func, *rest: (names.append(str(func)), execute(self, func, *rest))[1]
+    )
+    follow(Plain(), (Run({"x": X}),))
+    assert "aten.mean.dim" in names or "aten._fused_rms_norm.default" in names  # the norm's own
+    assert not {name for name in names if name.startswith(("aten.arange", "aten.bitwise", "aten.copy_", "aten.zeros"))}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flashnorm.passes.cancel import apply_cancel
+from flashnorm.sites import centering
 from flashnorm.sites.audit import audit
 from flashnorm.sites.cancelling import Cancellation, Kept, audit_cancellation
 from flashnorm.sites.centering import audit_centering
@@ -79,3 +80,14 @@ def test_the_known_verdicts_of_deferral():
     olmo2 = audit_fully(_built("olmo2")).transforms
     assert olmo2["model.norm"].defer.word == "yes"
     assert "before any linear layer" in olmo2["model.layers.0.post_attention_layernorm"].defer.reason
+
+
+@pytest.mark.parametrize(("model_type", "runs"), [("llama", 0), ("gpt_neox", 1)])
+def test_writers_are_followed_only_where_a_norm_subtracts_a_mean(model_type, runs, monkeypatch):
+    followed = []
+    follow = centering.trace_writers
+    monkeypatch.setattr(centering, "trace_writers", lambda *args: followed.append(1) or follow(*args))
+    found = audit_fully(_built(model_type))
+    assert len(followed) == runs
+    reasons = {transforms.center.reason for transforms in found.transforms.values()}
+    assert ("it subtracts no mean" in reasons) == (runs == 0)

@@ -5,7 +5,7 @@ import torch
 
 from flashnorm.errors import Refusal
 from flashnorm.verify.forward import logits_of
-from flashnorm.verify.oracle import _everything_in, choose_oracle, exact_logits
+from flashnorm.verify.oracle import choose_oracle, everything_in, exact_logits
 from tests.verify.tiny import tiny_model
 
 IDS = torch.arange(60).view(2, 30)
@@ -13,7 +13,7 @@ THIRD = torch.tensor([1.0], dtype=torch.float64) / 3
 
 
 def test_casts_to_float32_keep_double_precision() -> None:
-    with _everything_in(torch.float64):
+    with everything_in(torch.float64):
         kept = [
             THIRD.float(),
             THIRD.to(torch.float32),
@@ -27,9 +27,9 @@ def test_casts_to_float32_keep_double_precision() -> None:
 
 
 def test_nothing_of_it_is_left_behind() -> None:
-    with pytest.raises(RuntimeError), _everything_in(torch.float64):
+    with pytest.raises(RuntimeError), everything_in(torch.float64):
         raise RuntimeError
-    with _everything_in(torch.float32):
+    with everything_in(torch.float32):
         assert THIRD.float().dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32
     assert THIRD.float().dtype == torch.float32
