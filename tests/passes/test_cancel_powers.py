@@ -55,7 +55,7 @@ class Mlp(nn.Module):
         return torch.tanh(self.n2(self.down(y)))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     act=st.sampled_from(sorted(ACTIVATIONS)),
     gate=st.sampled_from(["none", "apart", "fused"]),
