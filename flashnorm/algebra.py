@@ -235,8 +235,8 @@ def deferred_linear(x: Tensor, weight: Tensor, eps: float | Tensor, bias: Tensor
     return (product if bias is None else product + bias).to(x.dtype)
 
 
-def carried_epsilon(x: Tensor, eps1: float | Tensor, eps2: float | Tensor) -> Tensor:
-    """eps2 · r₁(x)²: the epsilon with which a second norm makes the norm before its linear redundant.
+def carried_epsilon(x: Tensor, eps1: float | Tensor, eps2: float | Tensor, degree: int = 1) -> Tensor:
+    """eps2 · r₁(x)^(2 degree): the epsilon with which a second norm makes the norm before its linear redundant.
 
     With y = W x, and W free of bias, the linear gives u = y / r₁(x), and
 
@@ -246,9 +246,12 @@ def carried_epsilon(x: Tensor, eps1: float | Tensor, eps2: float | Tensor) -> Te
     two agree only while mean(y²) is far above eps2; right after an embedding it is not. The same holds for
     `layer_norm_core` as the second norm, and for a LayerNorm core as the first when `x` is centered.
 
+    With any f in the place of W for which f(s x) = s^d f(x), s > 0, the same holds with `degree` d: 1 for W₂ relu(W x),
+    2 for W₂ relu²(W x), 3 for W₂ (relu²(V x) ⊙ W x).
+
     `x`: (..., K). Returns (..., 1), fp32 or fp64. Insert an axis before it to use it with a norm over single heads.
     """
-    return eps2 * (mean_square(x) + eps1)
+    return eps2 * (mean_square(x) + eps1) ** degree
 
 
 def dropped_epsilon_error(y_mean_square: Tensor, r1_square: Tensor, eps2: float | Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from torch import nn
 
 from flashnorm import algebra
 from flashnorm.errors import Refusal
-from flashnorm.passes.carried_norm import Carried, forget
-from flashnorm.sites.arrangement import Arrangement
+from flashnorm.passes.carried_norm import Carried, Missing, forget
 from flashnorm.sites.cancelling import Cancellation
 from flashnorm.sites.probing import NormProbe
 
@@ -29,7 +28,7 @@ class EpsilonBound:
     """The largest relative error of what a norm returns, if it keeps its epsilon: for every token within what was seen.
 
     `least_mean_square`: of the norm's input without the earlier division; `r1_square`: the least and the largest square
-    of the earlier norm's RMS, its epsilon included.
+    of the earlier norm's RMS, its epsilon included, or of the power of it that the input lacks.
     """
 
     dropped: str
@@ -62,14 +61,12 @@ def epsilon_bounds(
     dropped = {c.norm for c in chosen}
     absorbers = {a.norm for c in chosen for a in c.absorbers}
     takes = {
-        a.norm: (c.norm, a.arrangement)
-        for c in chosen
-        for a in c.absorbers
-        if a.norm not in dropped and c.norm not in absorbers
+        a.norm: (c.norm, a) for c in chosen for a in c.absorbers if a.norm not in dropped and c.norm not in absorbers
     }
     seen: dict[str, _Seen] = defaultdict(_Seen)
     carried = {norm: Carried(norm) for norm, _ in takes.values()}
-    with _watched(model, probes, takes, carried, seen):
+    missing = {norm: Missing(carried[first], a.arrangement, a.degree) for norm, (first, a) in takes.items()}
+    with _watched(model, probes, missing, seen):
         for inputs in calibration:
             model(**inputs)
             for one in carried.values():
@@ -91,16 +88,15 @@ def _bound(norm: str, first: str, seen: _Seen, probe: NormProbe) -> EpsilonBound
 def _watched(
     model: nn.Module,
     probes: Mapping[str, NormProbe],
-    takes: Mapping[str, tuple[str, Arrangement]],
-    carried: Mapping[str, Carried],
+    missing: Mapping[str, Missing],
     seen: dict[str, _Seen],
 ) -> Iterator[None]:
     handles = []
-    for norm, one in carried.items():
-        hook = partial(_first, probes[norm], one)
-        handles.append(model.get_submodule(norm).register_forward_pre_hook(hook))
-    for norm, (first, arrangement) in takes.items():
-        hook = partial(_second, probes[norm], carried[first], arrangement, seen[norm])
+    for one in {m.carried for m in missing.values()}:
+        hook = partial(_first, probes[one.norm], one)
+        handles.append(model.get_submodule(one.norm).register_forward_pre_hook(hook))
+    for norm, lacks in missing.items():
+        hook = partial(_second, probes[norm], lacks, seen[norm])
         handles.append(model.get_submodule(norm).register_forward_pre_hook(hook))
     try:
         yield
@@ -113,11 +109,9 @@ def _first(probe: NormProbe, carried: Carried, module: nn.Module, args: tuple[An
     carried.put(algebra.carried_epsilon(_core(probe, args[0]), probe.convention.eps, 1.0))
 
 
-def _second(
-    probe: NormProbe, carried: Carried, arrangement: Arrangement, seen: _Seen, module: nn.Module, args: tuple[Any, ...]
-) -> None:
-    """What this norm is called with is y / r₁, so mean(y²) is its mean square times r₁²."""
-    square = arrangement.spread(carried.get())
+def _second(probe: NormProbe, missing: Missing, seen: _Seen, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """What this norm is called with is y over a power of r₁: mean(y²) is its mean square times the square of that."""
+    square = missing.square()
     mean_square = algebra.mean_square(_core(probe, args[0])) * square
     seen.least = _least(seen.least, float(mean_square.min()))
     seen.low = _least(seen.low, float(square.min()))

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from flashnorm.passes.approximate import EpsilonBound, epsilon_bounds
-from flashnorm.passes.carried_norm import Carried, CarriedNorm, forget
+from flashnorm.passes.carried_norm import Carried, CarriedNorm, Missing, forget
 from flashnorm.passes.stand_in import check_stand_in, replace_norms
-from flashnorm.sites.arrangement import Arrangement
 from flashnorm.sites.cancelling import Cancellation, CancellationAudit, Kept, audit_cancellation
 from flashnorm.sites.probing import NormProbe
 
@@ -76,7 +75,12 @@ def apply_cancel(
     """
     chosen = tuple(chosen)
     carried = {c.norm: Carried(c.norm) for c in chosen}
-    takes = {a.norm: (carried[c.norm], a.arrangement) for c in chosen for a in c.absorbers if a.norm not in approximate}
+    takes = {
+        a.norm: Missing(carried[c.norm], a.arrangement, a.degree)
+        for c in chosen
+        for a in c.absorbers
+        if a.norm not in approximate
+    }
     made = {
         name: _made(model, name, audit.probes[name], carried.get(name), takes.get(name))
         for name in {**carried, **takes}
@@ -108,9 +112,7 @@ def _end(carried: Carried, module: nn.Module, args: Any, output: Any) -> None:
     forget(carried)
 
 
-def _made(
-    model: nn.Module, name: str, probe: NormProbe, drops: Carried | None, takes: tuple[Carried, Arrangement] | None
-) -> CarriedNorm:
+def _made(model: nn.Module, name: str, probe: NormProbe, drops: Carried | None, takes: Missing | None) -> CarriedNorm:
     norm = model.get_submodule(name)
     check_stand_in(model, name, probe, CarriedNorm(norm, probe))
     return CarriedNorm(norm, probe, drops, takes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +45,19 @@ class Carried:
         return (x * self.get().rsqrt()).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Missing:
+    """What the input of a later norm lacks: the division by a power of the RMS that an earlier one left out."""
+
+    carried: Carried
+    arrangement: Arrangement
+    degree: int = 1
+
+    def square(self) -> torch.Tensor:
+        """The square of that power, for each row of the later norm's input: (leading axes..., 1)."""
+        return self.arrangement.spread(self.carried.get()) ** self.degree
+
+
 def forget(carried: Carried) -> None:
     """The call in which a scalar was needed is over."""
     _ON_THE_WAY.set({key: square for key, square in _ON_THE_WAY.get().items() if key is not carried})
@@ -53,7 +67,7 @@ class CarriedNorm(StandIn):
     """Stands in the place of `norm`, with its parameters under their names.
 
     `drops`: it does not divide by its RMS and sends the square of that instead. `takes`: its input lacks the division
-    by an earlier RMS, so its epsilon grows with the square of that (`algebra.carried_epsilon`).
+    by a power of an earlier RMS, so its epsilon grows with the square of that (`algebra.carried_epsilon`).
     """
 
     def __init__(
@@ -61,7 +75,7 @@ class CarriedNorm(StandIn):
         norm: nn.Module,
         probe: NormProbe,
         drops: Carried | None = None,
-        takes: tuple[Carried, Arrangement] | None = None,
+        takes: Missing | None = None,
     ) -> None:
         super().__init__(norm, probe)
         self.drops, self.takes = drops, takes
@@ -72,8 +86,7 @@ class CarriedNorm(StandIn):
         core = algebra.center(wide) if self.convention.subtracts_mean else wide
         eps: float | torch.Tensor = self.convention.eps
         if self.takes is not None:
-            carried, arrangement = self.takes
-            eps = eps * arrangement.spread(carried.get())
+            eps = eps * self.takes.square()
         if self.drops is not None:
             self.drops.put(algebra.carried_epsilon(core, eps, 1.0))
         else:

@@ -2,7 +2,8 @@
 
 Proposition 3 of FlashNorm (Graef et al., arXiv:2407.09577): norm, linear without bias, norm is linear, norm. Here it is
 exact, since the second norm is given the epsilon of `algebra.carried_epsilon`, and it need not hold for all readers:
-a reader's output channels that no norm follows keep the scalar.
+a reader's output channels that no norm follows keep the scalar. Between the linear and the second norm there may be
+more linears, and what is homogeneous, such as an MLP whose activation is a ReLU or its square.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ Verdict = Literal["full", "partial", "no"]
 
 @dataclass(frozen=True)
 class Absorber:
-    """A later norm that takes the scalar out, and where the tokens lie in what it is called with."""
+    """A later norm that takes the scalar out, and where the tokens lie in what it is called with.
+
+    `degree`: the power of the scalar that multiplies that: 3 behind relu²(gate) ⊙ up.
+    """
 
     norm: str
     arrangement: Arrangement
+    degree: int = 1
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ def _verdict(state: _State, norm: str) -> Cancellation:
         return Cancellation(norm, "no", reason or "no norm follows its readers")
     verdict: Verdict = "partial" if kept else "full"
     scope = _scope(state.trace, [norm, *(r for _, r in readings), *(a.by for a in absorbers)])
-    found = tuple(Absorber(a.by, a.arrangement) for a in absorbers)
+    found = tuple(Absorber(a.by, a.arrangement, a.degree) for a in absorbers)
     return Cancellation(norm, verdict, reason, scope, tuple(free), tuple(kept), found)
 
 

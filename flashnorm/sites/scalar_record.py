@@ -19,11 +19,15 @@ Members = dict[Reading, torch.Tensor]
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A call of `by`, a norm that divides the scalar of `norm` out of what these channels of its readers gave."""
+    """A call of `by`, a norm that divides the scalar of `norm` out of what these channels of its readers gave.
+
+    `degree`: the power of the scalar that multiplies what it is called with.
+    """
 
     by: str
     norm: str
     arrangement: Arrangement
+    degree: int
     members: Members = field(compare=False)
 
 

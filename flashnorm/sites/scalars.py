@@ -22,7 +22,8 @@ from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS, attended
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.norm_calls import aside
-from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
+from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results, same_elements
+from flashnorm.sites.powers import degree_of, exponent_of, multiplied, named, raised
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.scalar_record import Absorbed, Members, ScalarTrace, Stopped, unite
 from flashnorm.sites.scalar_rules import REASONS, product
@@ -120,7 +121,7 @@ class ScalarFollower(Follower):
             return
         tokens, origins = None, None
         try:
-            tokens = self._tokens(base, func, args, kwargs, result)
+            tokens = self._tokens(base, func, args, kwargs, result, carrying)
             origins = self._origins(base, func, args, kwargs, result, carrying, tokens)
             if tokens is not None and PRODUCTS.get(base) is not None:  # what the product gives is charged with its bias
                 self._put(result, tokens, origins)
@@ -133,10 +134,25 @@ class ScalarFollower(Follower):
             tokens = None
         self._put(result, tokens, origins)
 
-    def _tokens(self, base: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    def _tokens(
+        self,
+        base: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        carrying: list[torch.Tensor],
+    ) -> Any:
         call = Call(func, args, kwargs, result, _Layer(self, self.shadows))
         if base in PRODUCTS:
             return product(base, call)
+        exponent = exponent_of(base, call)
+        if exponent is not None:
+            if self._unread(carrying):
+                raise Blocked("unread", f"the operation {base} comes before any product with a weight")
+            return raised(self.record.numbering, call.codes(0), exponent)
+        if base == "mul" and len(carrying) > 1 and not self._unread(carrying):
+            return multiplied(self.record.numbering, call.codes(0), call.codes(1))
         rule = RULES.get(base)
         if rule is attended:
             raise Blocked("attention", "attention is homogeneous in no query or key, and mixes the tokens of values")
@@ -157,7 +173,7 @@ class ScalarFollower(Follower):
         if base in PRODUCTS:
             return self._read(args[1:] if PRODUCTS[base] is not None else args, result, carrying)
         try:
-            return RULES[base](Call(func, args, kwargs, result, _Layer(self, self.origins)))
+            return RULES.get(base, same_elements)(Call(func, args, kwargs, result, _Layer(self, self.origins)))
         except (Blocked, Conflict):  # a sum over channels of one token, say: what comes out is of all of them
             code = self._code_of(self._members(carrying))
             parts = tokens if isinstance(tokens, (list, tuple)) else [tokens]
@@ -234,6 +250,11 @@ class ScalarFollower(Follower):
                 unite(members, {(norm, reader): mask})
         return members
 
+    def _unread(self, carrying: list[torch.Tensor]) -> bool:
+        """Whether some of it is a norm's output that no weight has multiplied yet. To take the scalar behind a product
+        that reads a power of it would be another thing than to defer it (`cancelling.before_any_linear`)."""
+        return any(not reader for _, reader in self._members(carrying))
+
     def _code_of(self, members: Members) -> torch.Tensor:
         """A code that stands for many channels."""
         name = f"*{len(self._merged)}"
@@ -266,14 +287,13 @@ class ScalarFollower(Follower):
         lead = self._lead[norm]
         if tensor.shape[:-1] != lead:
             return False
-        expected = self.record.numbering.codes(self._call_of(norm), lead.numel()).view(*lead, 1)
+        expected = self.record.numbering.codes(named(norm, self._calls[norm]), lead.numel()).view(*lead, 1)
         return same_gains(_codes(self.shadows, tensor), expected)
 
-    def _latest(self, norm: str, codes: torch.Tensor) -> torch.Tensor:
-        return self.record.numbering.channels_of(self._call_of(norm), codes)
-
-    def _call_of(self, norm: str) -> str:
-        return f"{norm}#{self._calls[norm]}"
+    def _latest(self, norm: str, codes: torch.Tensor, degree: int = 1) -> torch.Tensor:
+        name = named(norm, self._calls[norm], degree)
+        known = name in self.record.numbering
+        return self.record.numbering.channels_of(name, codes) if known else torch.full_like(codes, -1)
 
     def returned(self, reader: str, args: Any, output: Any) -> None:
         """A reader returned: are its outputs its channels in order, so that some of them can be scaled there?"""
@@ -304,22 +324,28 @@ class ScalarFollower(Follower):
             self.found.plain.add(norm)
             return
         norms = self._norms(carrying)
-        arrangement = self._arrangement(norms[0], x) if len(norms) == 1 else None
+        found = self._arrangement(norms[0], x) if len(norms) == 1 else None
         problem = _not_absorbing(self.record.probes[norm], x)
-        if arrangement is None:
+        if found is None:
             problem = problem or "it reaches a norm whose rows do not each carry the scalar of one token"
-        if problem is not None or arrangement is None:
+        if problem is not None or found is None:
             self.found.plain.add(norm)
             self._stop(carrying, problem or "", f"norm {norm}")
             return
-        self.found.absorbed.append(Absorbed(norm, norms[0], arrangement, self._members(carrying)))
+        self.found.absorbed.append(Absorbed(norm, norms[0], *found, self._members(carrying)))
 
-    def _arrangement(self, norm: str, x: torch.Tensor) -> Arrangement | None:
+    def _arrangement(self, norm: str, x: torch.Tensor) -> tuple[Arrangement, int] | None:
+        """How the tokens of the latest call of `norm` lie in `x`, and which power of their scalars multiplies it."""
         try:
             rows = constant_along(_codes(self.shadows, x), [-1])
         except Conflict:
             return None
-        return arrangement_of(self._latest(norm, rows)[..., 0], self._lead[norm])
+        degrees = {degree_of(name) for name in self.record.numbering.norms_in(rows)}
+        if len(degrees) != 1:
+            return None
+        (degree,) = degrees
+        arrangement = arrangement_of(self._latest(norm, rows, degree)[..., 0], self._lead[norm])
+        return None if arrangement is None else (arrangement, degree)
 
     def leave_norm(self, norm: str, output: Any) -> None:
         self.interior.leave(output)
@@ -340,7 +366,7 @@ class ScalarFollower(Follower):
             return
         self._calls[norm] += 1
         self._lead[norm] = lead = output.shape[:-1]
-        codes = self.record.numbering.codes(self._call_of(norm), lead.numel())
+        codes = self.record.numbering.codes(named(norm, self._calls[norm]), lead.numel())
         self.shadows.put(output, codes.view(*lead, 1).expand(output.shape))
         self.origins.put(output, self._channels.codes(f"{norm}>", 1).expand(output.shape))
 

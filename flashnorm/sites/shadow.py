@@ -92,6 +92,9 @@ class Numbering:
         start = self._known[norm]
         return torch.arange(start, start + width, dtype=torch.int32) * 2
 
+    def __contains__(self, norm: str) -> bool:
+        return norm in self._known
+
     def width(self, norm: str) -> int:
         """How many channels a numbered norm has."""
         return self._end(norm) - self._known[norm]

@@ -15,9 +15,9 @@ from tests.cancelling.examine import TOLERANCE, Outcome, _moved, examine, forced
 from tests.cancelling.record import RECORD, TABLE, full_table, read_record
 
 # Full, QK-norm, both kinds of latent attention, a second reader of the norm, a gate inside of q_proj, a window that the
-# traced run does not fill, a norm over all heads, a norm behind RoPE, cross attention, nothing at all.
+# traced run does not fill, a norm over all heads, a norm behind RoPE, cross attention, nothing at all, a squared ReLU.
 SAMPLE = ["gemma4_text", "qwen3", "deepseek_v2", "deepseek_v3", "gemma3n_text", "qwen3_next", "deepseek_v4", "olmoe"]
-SAMPLE += ["hunyuan_v1_dense", "mllama", "llama", "gpt2"]
+SAMPLE += ["hunyuan_v1_dense", "mllama", "llama", "gpt2", "bitnet"]
 
 
 def _built(model_type: str) -> str:
@@ -63,6 +63,7 @@ def test_the_known_verdicts() -> None:
     for model_type in ("deepseek_v3", "minicpm3"):
         assert _recorded(model_type).partial[norm].startswith("kv_a_proj_with_mqa in part: ")
     assert _recorded("gemma3n_text").partial.get(norm) is None
+    assert _recorded("bitnet").full == ["model.layers.*.post_attention_layernorm"]
     assert _recorded("llama").full == []
     assert _recorded("llama").partial == {}
 
