@@ -73,6 +73,11 @@ class Rope(nn.Module):
         return x * angles.cos().to(x.dtype) + torch.cat([-second, first], -1) * angles.sin().to(x.dtype)
 
 
+def shares(config: Any, layer: int) -> bool:
+    """Whether the layer takes keys and values from an earlier one: the last few do."""
+    return bool(layer >= config.num_hidden_layers - config.num_kv_shared_layers)
+
+
 class Attention(nn.Module):
     """Queries, keys and values of the residual stream itself; each is normalised, and that takes the scalar out."""
 
@@ -81,7 +86,7 @@ class Attention(nn.Module):
         own, kind = config.per_layer_config[layer], config.layer_types[layer]
         self.head_dim, self.eps, self.kind = own.head_dim, config.rms_norm_eps, kind
         self.window = config.sliding_window if kind == "sliding_attention" else None
-        self.shared = config.kv_sharing_modes[layer] == "reuse"
+        self.shared = shares(config, layer)
         width, kv = config.hidden_size, own.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=False)
@@ -164,7 +169,7 @@ class Layer(nn.Module):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         width, eps, act = config.hidden_size, config.rms_norm_eps, ACT2FN[config.hidden_activation]
-        wide = config.use_double_wide_mlp and config.kv_sharing_modes[layer] == "reuse"
+        wide = config.use_double_wide_mlp and shares(config, layer)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm, self.post_feedforward_layernorm = Norm(width, eps), Norm(width, eps)
         self.pre_feedforward_layernorm = Norm(None, eps)
