@@ -70,11 +70,12 @@ def room_for_biases(
     useful = dict.fromkeys((path for path, added in found.items() if added & moving), True)
     together = widened(useful) if useful else None
     if together is None:
+        homeless = next(((norm, sorted(biases - there)) for norm, biases in wanted.items() if biases - there), None)
+        lack = f"none for {_some(homeless[1])}, behind {homeless[0]}" if homeless else "none that go together"
         raise Refusal(
-            f"{source.folder}: its config has no switch that gives every reader of a norm a bias: "
-            f"{_some(sorted(next(iter(wanted.values())) - there))} would have to be added for {next(iter(wanted))}, and "
-            "loaders drop what their model has no place for; leave --add-bias out, and the biases stay with their "
-            "norms, divided by the gains"
+            f"{source.folder}: its config has no switches that give all readers of a norm a bias ({lack}), and loaders "
+            "drop what their model has no place for; leave --add-bias out: the biases stay with their norms, divided "
+            "by the gains"
         )
     wider, added = together
     biases = {}
