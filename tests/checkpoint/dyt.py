@@ -15,47 +15,12 @@ from types import ModuleType
 import torch
 from transformers import LlamaForCausalLM
 
-CODE = """
-import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-
-
-class DytConfig(LlamaConfig):
-    model_type = "dyt_llama"
-    doubled_bias: bool = False  # gives every projection of attention a bias, and does more than that
-
-
-class DyT(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.full((1,), 0.5))
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        return torch.tanh(self.alpha * x) * self.weight + self.bias
-
-
-class DytForCausalLM(LlamaForCausalLM):
-    config_class = DytConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.input_layernorm = DyT(config.hidden_size)
-            layer.post_attention_layernorm = DyT(config.hidden_size)
-            if config.doubled_bias:
-                attention = layer.self_attn
-                for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
-                    linear.bias = nn.Parameter(torch.zeros(linear.out_features))
-                attention.register_forward_hook(lambda module, args, output: (output[0] * 2, *output[1:]))
-        self.model.norm = DyT(config.hidden_size)
-        self.post_init()
-"""
+PAGE = (Path(__file__).parents[2] / "docs" / "dyt.md").read_text()
+CODE = PAGE.partition("```python\n")[2].partition("```")[0]  # that of the example
 _MODULE = "modeling_dyt"
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers.dynamic_module_utils as remote_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -30,12 +29,7 @@ WEIGHTS = "model.safetensors"
 EXACT = 1e-12
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _own_code_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Transformers copies a folder's code to a place of its own before it runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_code, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_code")
 
 
 def fold(source: Path, out: Path, **options: bool):
@@ -83,7 +77,6 @@ def test_new_biases_are_in_the_config_and_go_when_the_fold_is_undone(tmp_path, s
     report = fold(source, tmp_path / "out", strict=strict, add_bias=True)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["attention_bias"] is config["mlp_bias"] is True
-    assert config["doubled_bias"] is False
     manifest = read_manifest(tmp_path / "out")
     assert manifest.new_biases == report.new_biases == manifest.added
     assert len(report.new_biases) == 2 * 7
@@ -137,13 +130,20 @@ def test_a_gain_of_zero_folds_once_its_bias_can_move(tmp_path):
     assert distance(tmp_path / "more", expected) < EXACT
 
 
-# Its linears have no biases, whatever the config says, but for the switch that gives biases and does more.
+# Its linears have no biases, whatever the config says, but for a switch that gives biases and does more.
 WITHOUT_SWITCH = CODE.replace(
+    '    model_type = "dyt_llama"\n', '    model_type = "dyt_llama"\n    doubled_bias: bool = False\n'
+).replace(
     "        super().__init__(config)\n",
-    "        super().__init__(config)\n"
-    "        for linear in self.modules():\n"
-    "            if isinstance(linear, nn.Linear):\n"
-    "                linear.bias = None\n",
+    """        super().__init__(config)
+        for linear in self.modules():
+            if isinstance(linear, nn.Linear):
+                linear.bias = None
+        for layer in self.model.layers if config.doubled_bias else ():
+            for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+            layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] * 2, *output[1:]))
+""",
 )
 
 
