@@ -34,7 +34,7 @@ _LIKE = 1.5
 
 @dataclass(frozen=True)
 class Form:
-    """One row's step at position `context`, in one of the two forms. `exact`: the layer's keys in fp64, gain included."""
+    """One row's step at position `context`, in one of the two forms. `exact`: its keys in fp64, with their gain."""
 
     qkv: Tensor
     keys: Tensor

@@ -32,7 +32,7 @@ def fold_checkpoint(
     Compatible mode (default) keeps the gains at their identity, so that stock loaders work; `strict` removes them, for
     `flashnorm.load`. `untie` gives a tied head a weight of its own, so that the final norm can be folded as well.
     `add_bias` gives linears a bias where a switch of the config makes room for one, so that a norm's bias (a
-    LayerNorm's, a DyT's) can move there; without it, or without such a switch, it stays, divided by the gain.
+    LayerNorm's, a DyT's) can move there; a bias that cannot move stays, divided by the gain.
     Products are taken in float32 or better and rounded once; every other byte of the folder is kept. `dst` appears
     whole or not at all. A `src` that is folded already, in the mode that is asked for, is left alone: the report
     repeats its manifest and `dst` is not made.

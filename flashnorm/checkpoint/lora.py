@@ -21,6 +21,7 @@ from flashnorm import algebra
 from flashnorm.checkpoint.adapted import Target, copy_target, factors_target, find_weight
 from flashnorm.checkpoint.adapter import CONFIG, NOTE, WEIGHTS, Adapter, Note, Side, note_bytes, open_adapter
 from flashnorm.checkpoint.folded_base import FoldedBase, Gain, Weight, open_folded_base
+from flashnorm.checkpoint.source import open_source
 from flashnorm.checkpoint.staging import check_output, copy_file, new_folder, write_file
 from flashnorm.checkpoint.tree import file_size
 from flashnorm.errors import CheckpointError
@@ -168,6 +169,13 @@ def _translate_copy(work: _Work, base: FoldedBase, path: str, key: str, to: Side
         change = algebra.fold_gain if to == "folded" else algebra.unfold_gain
         with _zero_gains_named(gain, path):
             changed = change(changed, gain.values, gain.axis, gain.channels)
+    shifted = next((gain.norm for gain in weight.gains or () if gain.shift is not None), None)
+    held = f"{path.rpartition('.')[0]}.bias" in adapter.copies
+    if shifted and not held and not _is_bases_own(base, weight, changed if to == "folded" else copy):
+        raise CheckpointError(
+            f"the adapter replaces {path!r}, and the bias of {shifted} has moved behind it, into a bias that the "
+            "adapter does not hold; train it on the folded base instead"
+        )
     moved = _moved_into(base, path, weight, to, adapter)
     if moved is not None:
         changed = changed + moved if to == "folded" else changed - moved
@@ -175,15 +183,22 @@ def _translate_copy(work: _Work, base: FoldedBase, path: str, key: str, to: Side
     work.record(path, changed=bool(weight.gains) or moved is not None)
 
 
+def _is_bases_own(base: FoldedBase, weight: Weight, folded: torch.Tensor) -> bool:
+    """Whether an adapter's copy, as it is on the folded base, is the base's own weight: PEFT copies whole embeddings.
+
+    The base rounded it once, and the adapter may have rounded it in another dtype before.
+    """
+    source = open_source(base.folder)
+    if weight.name not in source.tensors or source.tensors[weight.name].shape != tuple(folded.shape):
+        return False
+    stored = source.read(weight.name)
+    unit = max(torch.finfo(dtype).eps for dtype in (stored.dtype, folded.dtype))
+    return bool(((stored.double() - folded.double()).abs() <= unit * stored.double().abs()).all())
+
+
 def _moved_into(base: FoldedBase, path: str, weight: Weight, to: Side, adapter: Adapter) -> torch.Tensor | None:
     """What folding adds to the adapter's copy of a bias: W b, with the adapter's own W where it replaces that too."""
     module, _, name = path.rpartition(".")
-    for gain in weight.gains or ():
-        if gain.shift is not None and f"{module}.bias" not in adapter.copies:
-            raise CheckpointError(
-                f"the adapter replaces {path!r}, and the bias of {gain.norm} has moved behind it, into a bias that the "
-                "adapter does not hold; train it on the folded base instead"
-            )
     replaced = adapter.copies.get(f"{module}.weight") if name == "bias" else None
     reader = find_weight(base, f"{module}.weight") if weight.moved is not None and replaced is not None else None
     if reader is None:

@@ -22,6 +22,7 @@ from flashnorm.sites.audit import report_of, trace_fully
 from flashnorm.sites.build import hollow_model
 from flashnorm.sites.folding import moves_shift
 from flashnorm.sites.tracing import Trace
+from flashnorm.sites.tying import tied_groups
 
 _Path = tuple[str, ...]
 
@@ -78,10 +79,12 @@ def room_for_biases(
             "by the gains"
         )
     wider, added = together
+    aliases = {name: group for group in tied_groups(model) for name in group}
     biases = {}
     for name in sorted(added):
         weight = f"{name.rpartition('.')[0]}.weight"
-        biases[stored_name(wider, name)] = NewBias(homes[weight], model.get_parameter(weight).shape[0])
+        home = next(homes[alias] for alias in aliases[weight] if alias in homes)
+        biases[stored_name(wider, name)] = NewBias(home, model.get_parameter(weight).shape[0])
     return Room(dict(useful), biases, wider)
 
 

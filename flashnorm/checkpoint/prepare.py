@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.conversion import placements, stored_name
-from flashnorm.checkpoint.missing import refuse_missing
+from flashnorm.checkpoint.missing import missing_weights, refuse_missing
 from flashnorm.checkpoint.new_biases import room_for_biases
 from flashnorm.checkpoint.outside import with_outside_readers
 from flashnorm.checkpoint.plan import STRICT_MARK, FoldPlan, NewBias, changed
@@ -42,6 +42,9 @@ def make_plan(
         changes, new_biases, model = dict(room.config_changes), room.biases, room.model
         shapes.update({name: (bias.size,) for name, bias in new_biases.items()})
         placed = placements(model, shapes)
+        lost = missing_weights(model, {piece.parameter for pieces in placed.values() for piece in pieces})
+        if lost:  # a conversion of the loader's that knows weights alone
+            raise Refusal(f"{source.folder}: a stored {lost[0]} would not be loaded; leave --add-bias out")
     if untie:
         changes |= tie_flags(config, source.config)
         apart = hollow_model(type(config).from_dict(changed(source.config, changes)), trust_remote_code)

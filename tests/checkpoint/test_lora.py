@@ -397,6 +397,27 @@ def test_the_base_s_share_of_a_moved_bias_in_a_replaced_linear_is_seen(
     assert relative(logits(replacing.case, replacing.folded, tmp_path / "there"), expected) > 0.05
 
 
+def test_a_copied_weight_without_its_bias_must_be_the_base_s_own(replacing: Folded, tmp_path: Path) -> None:
+    """PEFT copies embeddings and heads so, trained or not."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(replacing.adapter, adapter)
+    tensors = load_file(adapter / WEIGHTS)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("c_fc.bias")}
+    save_file(tensors, adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"into a bias that the adapter does not hold"):
+        translate_lora(adapter, replacing.folded, tmp_path / "out")
+    own = load_file(replacing.base / "model.safetensors")
+    for key in tensors:
+        if key.endswith("c_fc.weight"):
+            tensors[key] = own[key.removeprefix("base_model.model.")]
+    save_file(tensors, adapter / WEIGHTS)
+    translate_lora(adapter, replacing.folded, tmp_path / "out")
+    folded, translated = load_file(replacing.folded / "model.safetensors"), load_file(tmp_path / "out" / WEIGHTS)
+    for key in tensors:
+        if key.endswith("c_fc.weight"):
+            assert torch.equal(translated[key], folded[key.removeprefix("base_model.model.")])
+
+
 @pytest.fixture(scope="module")
 def roomier(tmp_path_factory: pytest.TempPathFactory) -> Folded:
     """A base whose linears were given biases for a LayerNorm's to move to."""
