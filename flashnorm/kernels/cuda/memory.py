@@ -36,11 +36,11 @@ class Ring:
 def step_bytes(ring: Ring, warps: int, inputs: int, sharing: int, head_dim: int) -> int:
     """Bytes of `step.cu`. `inputs`: bytes of a linear's inputs; `sharing`: query heads of a key head."""
     sums = (2 * (2 * GROUP + 32 // warps) + 2) * warps * 4
-    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (8 * 8 + 3 * 8)
+    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (16 * 8 + 3 * 8)
     mixed = 4 * warps * sharing * head_dim
     layers_and_shares = 2 * 200 + 5 * 8 + 6 * 8  # and what is waited for
     padding = 6 * 16 + 3 * 128
-    return ring.stages * (ring.slot + 16) + max(inputs, mixed) + sums + heads + layers_and_shares + padding
+    return ring.stages * (ring.slot + 20) + max(inputs, mixed) + sums + heads + layers_and_shares + padding
 
 
 def stored_columns(width: int) -> int:
