@@ -111,7 +111,7 @@ class Streamed:
     stages: int = 12
     warps: int = 8
     blocks: int = 1
-    prefetch: int = 12
+    prefetch: int = 0
     rows: int = 1
     on_the_way: int = 64
     pace: int = 0

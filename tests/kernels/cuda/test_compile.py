@@ -14,6 +14,7 @@ from flashnorm.kernels.configs import Streamed, TmaGemm
 from flashnorm.kernels.cuda.memory import SHARED_MEMORY, streamed_bytes, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
 from flashnorm.kernels.decode.shapes import StepShape
+from flashnorm.kernels.dispatch import STREAMED
 
 _INSTALL = "NVIDIA's compiler and bindings are not installed; pip install 'flashnorm[gpu]'"
 pytest.importorskip("cuda.bindings.nvrtc", reason=_INSTALL)
@@ -68,7 +69,7 @@ def test_the_gemm_compiles_and_fits_its_shared_memory(config, activation, dtype)
         (1000, Streamed(1024, 5, 4, rows=8)),  # a slot of 16,000 bytes, no gap from row to row
         (4096, Streamed(4096, 3, 8, rows=4, on_the_way=2, pace=50, lead=2)),
         (11008, Streamed()),
-        (28672, Streamed(2048, 6, 8, rows=4)),
+        (28672, STREAMED),
     ],
 )
 def test_the_streamed_kernel_compiles_and_fits_its_shared_memory(k, config, activation, dtype):
@@ -77,6 +78,13 @@ def test_the_streamed_kernel_compiles_and_fits_its_shared_memory(k, config, acti
     asserted = f'static_assert(sizeof(Problem) == {len(packed())}, "another problem");'
     text = streamed.source(config, k, dtype, activation) + asserted
     assert compiler.cubin(with_size(text, "squares", size), "sm_90a")
+
+
+@pytest.mark.parametrize("k", [8, 576, 4096, 32768])
+@pytest.mark.parametrize("gated", [False, True])
+def test_two_launches_of_the_streamed_kernel_find_room_beside_each_other(k, gated):
+    of_a_multiprocessor, reserved = 228 << 10, 1 << 10  # the latter for each block
+    assert 2 * (streamed_bytes(STREAMED, k, gated=gated) + reserved) <= of_a_multiprocessor
 
 
 def packed() -> bytes:

@@ -10,7 +10,7 @@ import torch
 from flashnorm.kernels import rms_linear, rms_swiglu_linear
 from flashnorm.kernels.bounds import exceeds, expected_rms_linear, expected_rms_swiglu_linear
 from flashnorm.kernels.configs import Config, Gemv, NormLinear, SplitK, Streamed, TmaGemm
-from flashnorm.kernels.dispatch import cuda_runs
+from flashnorm.kernels.dispatch import STREAMED, cuda_runs
 from flashnorm.kernels.run import run
 from tests.kernels import cases
 
@@ -30,7 +30,7 @@ GEMMS = [
     TmaGemm(256, 96, 2, 4, "inside"),  # an odd number of stores for each slab: their two buffers must not cross
     TmaGemm(128, 96, 2, 6, "beside", 16),
 ]
-STREAMS = [Streamed(), Streamed(2048, 3, 8, 1, 2, 8, 2, 50, 2)]
+STREAMS = [Streamed(prefetch=12), STREAMED, Streamed(2048, 3, 8, 1, 2, 8, 2, 50, 2)]
 HALF = [torch.bfloat16, torch.float16]
 
 
