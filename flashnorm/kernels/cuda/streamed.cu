@@ -25,6 +25,7 @@ constexpr int CHUNKS = (K + CHUNK_K - 1) / CHUNK_K;
 constexpr int PITCH = K < CHUNK_K ? K : CHUNK_K;  // elements from row to row in a slot
 constexpr int VECTORS = CHUNK_K / 8 / THREADS;    // of 16 bytes, of one thread in a row of a chunk
 constexpr int GROUP = 32;                         // outputs that are finished at once
+constexpr int RESIDENT = CHUNKS * VECTORS <= 8 ? 2 : 1;  // launches, as far as registers go: a longer x would be spilled
 static_assert(CHUNK_K % (8 * THREADS) == 0 && K % 8 == 0 && GROUP % ROWS == 0, "does not divide");
 static_assert(ROWS * PITCH * 2 <= SLOT && ON_THE_WAY <= STAGES, "does not fit");
 
@@ -227,7 +228,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Problem& problem, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + WARP) streamed(const Problem problem) {
+extern "C" __global__ void __launch_bounds__(THREADS + WARP, RESIDENT) streamed(const Problem problem) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(memory + (128 - address(memory) % 128) % 128);
     const Share share(problem.N);

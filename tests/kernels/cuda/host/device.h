@@ -27,7 +27,7 @@
 #define __forceinline__ inline
 #define __global__
 #define __shared__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, blocks)
 #define asm
 #define volatile(...) instruction(#__VA_ARGS__)  // `asm volatile(...)`, the only use that kernels make of the word
 
