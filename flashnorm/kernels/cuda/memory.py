@@ -25,7 +25,7 @@ def streamed_slot(config: Streamed, k: int) -> int:
 
 def streamed_bytes(config: Streamed, k: int, *, gated: bool = False) -> int:
     """Bytes of `streamed.cu` for rows of `k`: the ring, and the sums of each warp."""
-    ring = config.stages * (streamed_slot(config, k) + 16) + 6 * 8  # and what is waited for
+    ring = config.stages * (streamed_slot(config, k) + 20) + 6 * 8  # barriers and a count; what is waited for
     sums = 4 * (2 * (2 if gated else 1) * GROUP * (config.warps + 1) + config.warps)
     return ring + sums + 2 * 128
 

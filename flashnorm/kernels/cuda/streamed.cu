@@ -1,11 +1,12 @@
 // The deferred norm for one row: out = (W x)/RMS(x) + bias, at the speed at which W can be read.
 //
-// A block owns neighbouring rows of W. One thread streams them through a ring in shared memory, a chunk of CHUNK_K columns
-// of ROWS rows in each slot, by bulk copies that leave the L2 first. All WARPS warps take their part of every chunk, in
-// order, with their part of x in registers. Memory must not rest from the last chunk of one kernel to the first of the
-// next, though x comes only once the kernel before has ended. So the next kernel is let in while the last chunks of this one
-// are on their way, and a kernel that waits for x fills its ring, and asks what comes behind into the L2.
-// Macros: those of ring.cuh, K, CHUNK_K (a multiple of 256 * WARPS), ROWS (a power of two), GATED, ACTIVATION, HALF, IS_BF16.
+// A block owns neighbouring rows of W. One thread streams them through a ring in shared memory, a chunk of CHUNK_K
+// columns of ROWS rows in each slot, by bulk copies that leave the L2 first. All WARPS warps take their part of every
+// chunk, in order, with their part of x in registers. Memory must not rest from the last chunk of one kernel to the first
+// of the next, though x comes only once the kernel before has ended. So the next kernel is let in while the last chunks
+// of this one are on their way, and a kernel that waits for x fills its ring, and asks what comes behind into the L2.
+// Macros: those of ring.cuh, K, CHUNK_K (a multiple of 256 * WARPS), ROWS (a power of two), GATED, ACTIVATION, HALF,
+// IS_BF16.
 
 struct Problem {
     const u16 *x, *w;
@@ -25,7 +26,7 @@ constexpr int CHUNKS = (K + CHUNK_K - 1) / CHUNK_K;
 constexpr int PITCH = K < CHUNK_K ? K : CHUNK_K;  // elements from row to row in a slot
 constexpr int VECTORS = CHUNK_K / 8 / THREADS;    // of 16 bytes, of one thread in a row of a chunk
 constexpr int GROUP = 32;                         // outputs that are finished at once
-constexpr int RESIDENT = CHUNKS * VECTORS <= 8 ? 2 : 1;  // launches, as far as registers go: a longer x would be spilled
+constexpr int RESIDENT = CHUNKS * VECTORS <= 8 ? 2 : 1;  // launches at a time; a longer x would leave its registers
 static_assert(CHUNK_K % (8 * THREADS) == 0 && K % 8 == 0 && GROUP % ROWS == 0, "does not divide");
 static_assert(ROWS * PITCH * 2 <= SLOT && ON_THE_WAY <= STAGES, "does not fit");
 
