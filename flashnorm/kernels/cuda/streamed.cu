@@ -2,8 +2,8 @@
 //
 // A block owns neighbouring rows of W. One thread streams them through a ring in shared memory, a chunk of CHUNK_K
 // columns of ROWS rows in each slot, by bulk copies that leave the L2 first. All WARPS warps take their part of every
-// chunk, in order, with their part of x in registers. Memory must not rest from the last chunk of one kernel to the first
-// of the next, though x comes only once the kernel before has ended. So the next kernel is let in while the last chunks
+// chunk, in order, with their part of x in registers. Memory must not rest between the last chunk of one kernel and the
+// first of the next, though x comes only after the former. So the next kernel is let in while the last chunks
 // of this one are on their way, and a kernel that waits for x fills its ring, and asks what comes behind into the L2.
 // Macros: those of ring.cuh, K, CHUNK_K (a multiple of 256 * WARPS), ROWS (a power of two), GATED, ACTIVATION, HALF,
 // IS_BF16.
@@ -135,7 +135,7 @@ __device__ __forceinline__ void read_chunk(const u16* from, int chunk, uint4* va
     }
 }
 
-// ROWS sums over the warp, that of row i in lane i. In each step lanes keep half of the rows and give the other half away.
+// ROWS sums over the warp, that of row i in lane i. In each step lanes keep half of the rows, and give half away.
 __device__ __forceinline__ float sums_of_warp(float* sums) {
 #pragma unroll
     for (int half = ROWS / 2; half; half /= 2)
