@@ -18,11 +18,16 @@ def tma_gemm_bytes(config: TmaGemm, *, gated: bool = False) -> int:
     return tiles + -(-staging // 1024) * 1024 + 8 * config.block_m + 16 * config.stages + 32 + 1024
 
 
-def streamed_bytes(config: Streamed, *, gated: bool = False) -> int:
-    """Bytes of `streamed.cu`: the ring of chunks of rows, and the sums of each warp."""
-    ring = config.stages * (2 * config.chunk_k + 16)
-    sums = (2 * GROUP * (2 if gated else 1) + 1) * 4 * config.warps
-    return ring + sums + 16 + 2 * 128
+def streamed_slot(config: Streamed, k: int) -> int:
+    """Bytes of a slot of `streamed.cu`: its rows without a gap, and what is missing to a multiple of 128."""
+    return -(-2 * config.rows * min(config.chunk_k, k) // 128) * 128
+
+
+def streamed_bytes(config: Streamed, k: int, *, gated: bool = False) -> int:
+    """Bytes of `streamed.cu` for rows of `k`: the ring, and the sums of each warp."""
+    ring = config.stages * (streamed_slot(config, k) + 20) + 6 * 8  # barriers and a count; what is waited for
+    sums = 4 * (2 * (2 if gated else 1) * GROUP * (config.warps + 1) + config.warps)
+    return ring + sums + 2 * 128
 
 
 @dataclass(frozen=True)
