@@ -141,8 +141,8 @@ class FirstChunk:
         torch.cuda.empty_cache()  # as the capture does: what is reserved beyond this is the pool's
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        # A capture that fails leaves its own stream current; the outer context puts that right. Other threads, which may
-        # serve other models, go on meanwhile.
+        # A capture that fails leaves its own stream current; the outer context puts that right. Other threads, which
+        # may serve other models, go on meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),

@@ -50,33 +50,41 @@ class Prefill:
 
         `capture`: a prompt's first chunk is replayed from a CUDA graph. The cache's last slot is one that nobody reads.
         """
-        self._spec, self._packing, self._cache, self._chunk = spec, packing, cache, chunk
-        self._kernels = kernels
+        self._chunk, self._pass = chunk, _Pass(spec, packing, cache, kernels=kernels)
         slots, _, max_length, _ = cache.keys[0].shape
-        self._first = FirstChunk(self._begin, min(chunk, max_length), slots - 1, spec.device, capture=capture)
+        self._first = FirstChunk(self._pass.first, min(chunk, max_length), slots - 1, spec.device, capture=capture)
 
     def __call__(self, ids: Tensor, slot: int) -> Tensor:
         """`ids`: (tokens,) int64 on the device, written to positions 0 … tokens - 1. Returns (vocabulary,) fp32.
 
         Positions after these, within the slot, may be written too.
         """
-        logits = self._first.run(ids[: self._chunk], slot)
+        logits = self._first.run(ids[: self._chunk], slot)  # of a longer prompt, nobody reads these
         for start in range(self._chunk, len(ids), self._chunk):
-            part = ids[start : start + self._chunk]
-            at = torch.arange(start, start + len(part), device=ids.device)
-            x = self._forward(part, _Place(ids.new_full((1,), slot), at, start, slot))
-            if start + len(part) == len(ids):
-                logits = head_logits(x[-1:], self._spec.head)[0]
+            logits = self._pass.later(ids[start : start + self._chunk], slot, start)
         return logits
 
     def close(self) -> None:
-        """Drop the graphs and their memory."""
+        """Drop the graphs and their pool."""
         self._first.close()
 
-    def _begin(self, ids: Tensor, slot: Tensor, last: Tensor) -> Tensor:
-        """A prompt's first tokens: a `Forward` of `first_chunk`."""
+
+class _Pass:
+    """Some tokens of a prompt through all layers, which write their keys and values to the cache."""
+
+    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, kernels: bool) -> None:
+        self._spec, self._packing, self._cache, self._kernels = spec, packing, cache, kernels
+
+    def first(self, ids: Tensor, slot: Tensor, last: Tensor) -> Tensor:
+        """A prompt's first tokens: see `first_chunk.Forward`."""
         x = self._forward(ids, _Place(slot, torch.arange(len(ids), device=ids.device)))
         return head_logits(x[last], self._spec.head)[0]
+
+    def later(self, ids: Tensor, slot: int, start: int) -> Tensor:
+        """Those at positions `start`, …: logits (vocabulary,) fp32 after the last of `ids` (tokens,)."""
+        at = torch.arange(start, start + len(ids), device=ids.device)
+        x = self._forward(ids, _Place(ids.new_full((1,), slot), at, start, slot))
+        return head_logits(x[-1:], self._spec.head)[0]
 
     def _forward(self, ids: Tensor, place: _Place) -> Tensor:
         x = embed(self._spec, ids)
