@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashnorm.runtime.decode.graphs import bucket_of, warm_up
+
 # From a prompt's ids (bucket,), its slot (1,) and the place of its last token (1,), all int64 on the device, to the
 # logits (vocabulary,) fp32 after that token. Reads and writes device memory only, the same at every call.
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -22,7 +24,6 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _FEW = 128  # up to here buckets are powers of two, from here on multiples
 _GRAPHS = 32  # kept at a time; more than there are buckets of 2,048 tokens
 _HELD = 256 << 20  # bytes that the graphs' intermediates may hold; a bucket that takes more runs eagerly
-_WARMUPS = 2
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,9 @@ class _Captured:
     logits: Tensor
 
 
-def bucket_of(tokens: int, longest: int) -> int:
+def length_bucket(tokens: int, longest: int) -> int:
     """The smallest power of two up to 128, or multiple of it, that holds so many tokens; at most `longest`."""
-    bucket = 1 << (tokens - 1).bit_length() if tokens <= _FEW else -(-tokens // _FEW) * _FEW
-    return min(bucket, longest)
+    return min(bucket_of(tokens) if tokens <= _FEW else -(-tokens // _FEW) * _FEW, longest)
 
 
 class FirstChunk:
@@ -59,7 +59,7 @@ class FirstChunk:
 
     def run(self, ids: Tensor, slot: int) -> Tensor:
         """Logits (vocabulary,) fp32 after `ids` (tokens,), at most `longest`, which then are in the slot's cache."""
-        bucket = bucket_of(len(ids), self._longest)
+        bucket = length_bucket(len(ids), self._longest)
         captured = self._graph(bucket) if self._capture else None
         self._fill(ids, bucket, slot)
         if captured is None:
@@ -126,14 +126,9 @@ class FirstChunk:
             self._ceiling = bucket - 1
 
     def _try(self, bucket: int) -> None:
-        """Run a bucket on the spare slot: compiling and tuning must not be captured."""
+        """Run a bucket on the spare slot."""
         self._fill(torch.zeros_like(self._last), bucket, self._spare)
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(_WARMUPS):
-                self._forward(self._ids[:bucket], self._slot, self._last)
-        current.wait_stream(stream)
+        warm_up(lambda: self._forward(self._ids[:bucket], self._slot, self._last))
 
     def _record(self, bucket: int) -> tuple[_Captured, int]:
         """A bucket's graph, and the bytes that it added to the pool."""
