@@ -1,4 +1,4 @@
-"""Prompts in buckets, and their graphs in place of CUDA's: replaying one runs the forward pass on the same buffers."""
+"""Prompts in buckets, with and without graphs, which here are of the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flashnorm.runtime.decode import first_chunk
 from flashnorm.runtime.decode.first_chunk import FirstChunk, length_bucket
-from flashnorm.runtime.decode.prefill import CHUNK
+from flashnorm.runtime.decode.prefill import CHUNK, _Pass
 from flashnorm.runtime.decode.program import Program
 from flashnorm.runtime.decode.reading import read_spec
 from tests.runtime.decode.models import LENGTH, tiny, tokens
+from tests.verify import host_graphs
 
 CPU = torch.device("cpu")
 SLOTS = 3
@@ -210,13 +211,11 @@ def test_attention_that_sees_the_padding_is_seen(monkeypatch):
         assert_padding_is_not_seen("llama", 17, monkeypatch)
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 16])
-def test_replay_equals_eager_bitwise_and_answers_stay(chunk, monkeypatch):
-    """Slots change hands between replays of one graph; prompts of more than a chunk go on eagerly."""
-    recorder = _Recorder(monkeypatch)
-    spec = read_spec(tiny("qwen3"), max_length=LENGTH)
-    eager, replayed = (Program(spec, slots=SLOTS, graphs=False, chunk=chunk) for _ in range(2))
-    replayed._prefill._first._capture = True
+def assert_replay_equals_eager(monkeypatch: pytest.MonkeyPatch, chunk: int = CHUNK) -> None:
+    """Bitwise, while slots change hands between replays of one graph; prompts of more than a chunk go on eagerly."""
+    host_graphs.install(monkeypatch)
+    spec = read_spec(tiny("gemma3"), max_length=LENGTH)
+    eager, replayed = (Program(spec, slots=SLOTS, graphs=graphs, chunk=chunk) for graphs in (False, True))
     answers = []
     for round_, slot in enumerate((0, 2, 1, 2, 0)):
         ids = tokens(40 + round_, seed=round_)
@@ -224,13 +223,32 @@ def test_replay_equals_eager_bitwise_and_answers_stay(chunk, monkeypatch):
             if slot not in program.free_slots():
                 program.free(slot)
         answers.append((eager.prefill(slot, ids), replayed.prefill(slot, ids)))
-        assert torch.equal(eager.advance((slot,)), replayed.advance((slot,)))
-    assert all(torch.equal(*pair) for pair in answers)
+    assert all(torch.equal(*pair) for pair in answers)  # the first one's, too, after the last
     assert len({tuple(answer.tolist()) for answer, _ in answers}) == len(answers)
-    for ours, theirs in zip(eager.cache.keys, replayed.cache.keys, strict=True):
+    for ours, theirs in zip(
+        eager.cache.keys + eager.cache.values, replayed.cache.keys + replayed.cache.values, strict=True
+    ):
         assert torch.equal(ours[:SLOTS], theirs[:SLOTS])
-    assert recorder.captured == [min(64, chunk)]
-    assert recorder.graphs[0].replays == 5
+    assert list(replayed._prefill._first._graphs) == [min(64, chunk)]
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 16])
+def test_replay_equals_eager_bitwise_and_answers_stay(chunk, monkeypatch):
+    assert_replay_equals_eager(monkeypatch, chunk)
+
+
+@pytest.mark.parametrize("number", ["slot", "last"])
+def test_a_number_that_the_capture_froze_is_seen(number, monkeypatch):
+    usual = _Pass.first
+
+    def frozen(self: _Pass, ids: Tensor, slot: Tensor, last: Tensor) -> Tensor:
+        given = {"slot": slot, "last": last}
+        given[number] = torch.full_like(given[number], int(given[number]))
+        return usual(self, ids, **given)
+
+    monkeypatch.setattr(_Pass, "first", frozen)
+    with pytest.raises(AssertionError):
+        assert_replay_equals_eager(monkeypatch)
 
 
 def test_a_dropped_program_frees_its_cache_at_once():
