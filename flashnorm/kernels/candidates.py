@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK, Streamed, TmaGemm
-from flashnorm.kernels.cuda.memory import SHARED_MEMORY, tma_gemm_bytes
+from flashnorm.kernels.cuda.memory import SHARED_MEMORY, streamed_bytes, streamed_slot, tma_gemm_bytes
 
 MULTIPROCESSORS = 132
 _FOR_TRITON = 230_000  # its barriers and descriptors take the rest
@@ -35,12 +35,22 @@ def candidates(m: int, k: int, n: int, *, gated: bool = False) -> list[Config]:
 
 
 def _streamed(k: int, gated: bool) -> Iterator[Streamed]:
-    for chunk_k, warps, stages, blocks, ahead in product(
-        (1024, 2048, 4096), (4, 8), (4, 6, 8, 12, 24, 48), (1, 2), (0, 1)
-    ):
-        in_flight = 2 * chunk_k * stages * blocks
-        if chunk_k % (256 * warps) == 0 and chunk_k < 2 * max(k, 1024) and 60_000 <= in_flight <= 200_000:
-            yield Streamed(chunk_k, stages, warps, blocks, stages * ahead)
+    """Rings of which one or two fit in a multiprocessor, and how they ask: how far ahead into the L2, at what pace, and
+    how long before the last chunk the next kernel may start to fill its own."""
+    for chunk_k, warps, rows, fill in product((1024, 2048, 4096), (4, 8), (1, 2, 4, 8), (48, 100, 200)):
+        ring = Streamed(chunk_k, 1, warps, 1, 0, rows)
+        slot = streamed_slot(ring, k)
+        stages = (fill << 10) // slot
+        wasted = chunk_k >= 2 * max(k, 1024) or (chunk_k == 1024 and k > 2048)
+        if chunk_k % (256 * warps) or wasted or not (8192 <= slot <= 32768 and 2 <= stages <= 24):
+            continue
+        ring = replace(ring, stages=stages, on_the_way=max(2, min(stages, (64 << 10) // slot)))
+        if streamed_bytes(ring, k, gated=gated) > SHARED_MEMORY:
+            continue
+        for ahead, pace, lead in product((0, 64 << 10), (0, 50), (None, 32 << 10, 96 << 10)):
+            yield replace(ring, prefetch=ahead // slot, pace=pace, lead=lead and lead // slot)
+        if fill <= 100:
+            yield replace(ring, blocks=2, on_the_way=stages)
 
 
 def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:

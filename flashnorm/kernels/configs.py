@@ -102,14 +102,20 @@ class TmaGemm:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Elements of a row of W in one bulk copy; copies in flight; consuming warps; blocks per multiprocessor; copies
-    asked into the L2 before the wait."""
+    """Columns of W in a slot of the ring; slots; consuming warps; blocks per multiprocessor; slots behind the ring that
+    are asked into the L2; rows of W in a slot (a power of two, at most 32); slots that may be on their way at once;
+    cycles for each KiB that a block asks of memory; slots that are not asked for yet when the next kernel may start:
+    0 lets it start at the end, None at once."""
 
     chunk_k: int = 2048
     stages: int = 12
     warps: int = 8
     blocks: int = 1
-    prefetch: int = 12
+    prefetch: int = 0
+    rows: int = 1
+    on_the_way: int = 64
+    pace: int = 0
+    lead: int | None = None
 
 
 Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear | TmaGemm | Streamed

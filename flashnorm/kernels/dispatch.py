@@ -37,6 +37,7 @@ FEW_ROWS = 8
 MATRIX_ROWS = 64
 MANY_ROWS, MANY_OUTPUTS = 4096, 960  # from here on every listed shape took this one
 MANY = TmaGemm(128, 256, 2, 4, "inside", 0, 16)
+STREAMED = Streamed(2048, 6, 8, prefetch=0, rows=4, on_the_way=4, lead=6)  # two launches in a multiprocessor
 STREAMED_FROM = 64 << 20  # elements of W, from which a ring of bulk copies reads faster than many small programs
 WIDEST_ROW = 32768  # the norm kernel keeps a row in registers: 128 fp32 values for each of 256 threads
 _TABLE_BY_CAPABILITY = {(9, 0): "hopper.json"}
@@ -108,9 +109,9 @@ def _choose(problem: Problem, table: Table) -> Config:
             return listed[rows]
     many = [MANY] * (problem.m >= MANY_ROWS and problem.n >= MANY_OUTPUTS)
     if problem.gated:
-        return _first_fit(problem, Streamed(), *many, _norm_linear(problem))
+        return _first_fit(problem, STREAMED, *many, _norm_linear(problem))
     if problem.m == 1:
-        return _first_fit(problem, *[Streamed()] * (problem.k * problem.n >= STREAMED_FROM), Gemv())
+        return _first_fit(problem, *[STREAMED] * (problem.k * problem.n >= STREAMED_FROM), Gemv())
     if problem.m <= MATRIX_ROWS and fits(SplitK(), problem):
         return SplitK(split=_split(problem))
     return Gemv() if problem.m <= FEW_ROWS else _first_fit(problem, *many, _norm_linear(problem))

@@ -10,9 +10,10 @@ nothing about its predecessor, so it waits before it reads anything: weights too
 caller promises that they are static. Bringing lines into the L2 cache is allowed before the wait, because the L2 is
 where writes become visible.
 
-The kernels of a decode step announce before their wait: each of them, and each first kernel of an operation, reads
-nothing but static weights before its own wait, and what it waits for has waited in turn. So kernels may gather behind a
-running one, and begin with what they have in registers when it ends.
+The kernels of a decode step, and `cuda/streamed.cu` where its weight is static, announce before their wait: each of
+them, and each first kernel of an operation, reads nothing but static weights before its own wait, and what it waits for
+has waited in turn. So kernels may gather behind a running one, and begin with what they have in registers or shared
+memory when it ends.
 """
 
 from __future__ import annotations

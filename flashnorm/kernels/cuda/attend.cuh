@@ -1,9 +1,9 @@
 // Attention of one new token against the cache, shared out among blocks by key head and by stretches of the sequence.
 //
 // Cached keys and values come through the ring like weights, for they do not depend on the token either. A block norms
-// and rotates the heads that it needs itself. Each warp takes eight tokens at a time: their scores with all query heads
-// that share the key head, on the tensor cores; their weights; and the mixture of their values, two channels a lane. What the
-// warps have seen is joined at the end, and so are the stretches, in a fixed order: by the block of the first one,
+// and rotates the heads that it needs itself. Each warp takes up to sixteen tokens at a time: their scores with all query
+// heads that share the key head, on the tensor cores; their weights; and the mixture of their values, two channels a lane.
+// What the warps have seen is joined at the end, and so are the stretches, in a fixed order: by the block of the first one,
 // which also takes the new token and writes it to the cache for the steps to come.
 // Macros: HEADS, KV_HEADS, HEAD_DIM, ROTARY (half the turning channels), INTERLEAVED, CAPPED, STRETCH (tokens that are
 // worth a block).
@@ -12,8 +12,9 @@ constexpr int SHARING = HEADS / KV_HEADS;                                 // que
 constexpr int HEAD_BLOCKS = (HEAD_DIM + BLOCK - 1) / BLOCK;               // of channels
 constexpr int SPAN = (HEAD_DIM + WARP - 1) / WARP;                        // channels of a lane where a warp has one head
 constexpr int LANE_PAIRS = (SPAN + 1) / 2;                                // pairs of channels of a lane
-constexpr int TOKENS = SLOT / 2 / HEAD_DIM;                               // of keys, or of values, in a slot
-constexpr int AT_ONCE = 8;                                                // tokens of a warp, and most heads
+constexpr int TOKENS = SLOT / 4 / HEAD_DIM;                               // of which a slot holds keys and values
+constexpr int AT_ONCE = 8;                                                // tokens of a warp in a row, and most heads
+constexpr int NEXT = WARPS * AT_ONCE;                                     // tokens from a warp's first eight to its others
 constexpr int PAIRS = SHARING * HEAD_DIM / 2;                             // of output channels of a key head
 constexpr int PART_WORDS = KV_HEADS * PAIRS * 2;  // of one stretch: sums; and as many: highest score, sum of weights
 #define NOTHING __int_as_float(0xFF800000)        // minus infinity: the score of what is not there
@@ -22,7 +23,7 @@ static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS >= AT_ONC
 struct Heads {
     alignas(16) float raw[SHARING + 1][HEAD_DIM];            // q and k
     alignas(16) u16 q[SHARING][HEAD_DIM], fresh[2][HEAD_DIM];  // ready; k and v as the cache holds them
-    alignas(16) float weights[WARPS][AT_ONCE][AT_ONCE];      // of tokens, by head
+    alignas(16) float weights[WARPS][2 * AT_ONCE][AT_ONCE];  // of tokens, by head
     alignas(16) float faded[WARPS][AT_ONCE];                 // what is left of the sums so far, by head
     float best[WARPS][AT_ONCE], total[WARPS][AT_ONCE];       // highest score, sum of weights
 };
@@ -159,54 +160,75 @@ __device__ __forceinline__ uint4 channels_of(const u16* head, int i) {
     return d < HEAD_DIM ? *(const uint4*)(head + d) : make_uint4(0, 0, 0, 0);
 }
 
-// The weights of up to eight tokens, left in shared memory.
+// The weights of tokens `first` to `first + 7` and, where there are any, of those NEXT behind them, left in shared memory.
 __device__ __forceinline__ void weigh(
-    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, int count, float scale, float softcap) {
-    const int warp = threadIdx.x / WARP, token = threadIdx.x % WARP / 4, head = threadIdx.x % 4 * 2;
-    const u16* key = keys + min(token, count - 1) * HEAD_DIM;
-    float c[2][4] = {}, weights[2], faded[2];
+    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, int first, int count, float scale,
+    float softcap) {
+    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, head = threadIdx.x % 4 * 2;
+    const int token[2] = {first + row, first + NEXT + row};
+    const u16 *low = keys + min(token[0], count - 1) * HEAD_DIM, *high = keys + min(token[1], count - 1) * HEAD_DIM;
+    float c[2][4] = {}, scores[2][2];  // by eight and by head
 #pragma unroll
     for (int i = 0; i < HEAD_BLOCKS; i++) {
-        const uint4 k = channels_of(key, i);
-        multiply(c[0], make_uint4(k.x, 0, k.y, 0), q[i].x, q[i].y);  // eight rows are none
-        multiply(c[1], make_uint4(k.z, 0, k.w, 0), q[i].z, q[i].w);
+        const uint4 k = channels_of(low, i), more = channels_of(high, i);
+        multiply(c[0], make_uint4(k.x, more.x, k.y, more.y), q[i].x, q[i].y);
+        multiply(c[1], make_uint4(k.z, more.z, k.w, more.w), q[i].z, q[i].w);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 4; i++) {
         float score = (c[0][i] + c[1][i]) * scale;
         if (CAPPED) score = softcap * tanhf(score / softcap);
-        if (token >= count) score = NOTHING;
-        const float highest = fmaxf(seen.best[i], highest_of_tokens(score));
-        faded[i] = weight_of(seen.best[i], highest), weights[i] = weight_of(score, highest);
-        seen.best[i] = highest, seen.total[i] = seen.total[i] * faded[i] + weights[i];
+        scores[i / 2][i % 2] = token[i / 2] < count ? score : NOTHING;
     }
-    *(float2*)&heads.weights[warp][token][head] = make_float2(weights[0], weights[1]);
-    if (token == 0) *(float2*)&heads.faded[warp][head] = make_float2(faded[0], faded[1]);
+    float faded[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float highest = fmaxf(seen.best[i], highest_of_tokens(fmaxf(scores[0][i], scores[1][i])));
+        faded[i] = weight_of(seen.best[i], highest), seen.best[i] = highest;
+        scores[0][i] = weight_of(scores[0][i], highest), scores[1][i] = weight_of(scores[1][i], highest);
+        seen.total[i] = seen.total[i] * faded[i] + scores[0][i] + scores[1][i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        *(float2*)&heads.weights[warp][i * AT_ONCE + row][head] = make_float2(scores[i][0], scores[i][1]);
+    if (row == 0) *(float2*)&heads.faded[warp][head] = make_float2(faded[0], faded[1]);
     __syncwarp();
 }
 
-// The values of these tokens, mixed into those so far.
-__device__ __forceinline__ void mix(const Heads& heads, Seen& seen, const u32* values, int count) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+// The values of eight tokens, mixed into those so far.
+__device__ __forceinline__ void mix(
+    const float (&weights)[AT_ONCE], Seen& seen, const u32* value) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < LANE_PAIRS; i++) {
+        const u32 pair = value[min(lane + i * WARP, HEAD_DIM / 2 - 1)];
+        const float low = low_of(pair), high = high_of(pair);
+#pragma unroll
+        for (int g = 0; g < SHARING; g++) {
+            seen.mixed[g][i][0] = fmaf(weights[g], low, seen.mixed[g][i][0]);
+            seen.mixed[g][i][1] = fmaf(weights[g], high, seen.mixed[g][i][1]);
+        }
+    }
+}
+
+// What `weigh` says of these tokens, and their values mixed into those so far.
+__device__ __forceinline__ void see(
+    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, const u16* values, int first, int count,
+    const Layer& layer) {
+    const int warp = threadIdx.x / WARP;
+    weigh(heads, seen, q, keys, first, count, layer.scale, layer.softcap);
 #pragma unroll
     for (int g = 0; g < SHARING; g++)
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; i++)
             seen.mixed[g][i][0] *= heads.faded[warp][g], seen.mixed[g][i][1] *= heads.faded[warp][g];
+#pragma unroll 1
+    for (int part = 0; part < 2 && first + part * NEXT < count; part++)
 #pragma unroll
-    for (int token = 0; token < AT_ONCE; token++) {
-        const u32* value = values + min(token, count - 1) * (HEAD_DIM / 2);  // what is not there weighs nothing
-#pragma unroll
-        for (int i = 0; i < LANE_PAIRS; i++) {
-            const int pair = min(lane + i * WARP, HEAD_DIM / 2 - 1);
-#pragma unroll
-            for (int g = 0; g < SHARING; g++) {
-                const float weight = heads.weights[warp][token][g];
-                seen.mixed[g][i][0] = fmaf(weight, low_of(value[pair]), seen.mixed[g][i][0]);
-                seen.mixed[g][i][1] = fmaf(weight, high_of(value[pair]), seen.mixed[g][i][1]);
-            }
+        for (int i = 0; i < AT_ONCE; i++) {  // what is not there weighs nothing
+            const int token = min(first + part * NEXT + i, count - 1);
+            mix(heads.weights[warp][part * AT_ONCE + i], seen, (const u32*)(values + token * HEAD_DIM));
         }
-    }
     __syncwarp();  // the weights have been used
 }
 
@@ -271,29 +293,21 @@ __device__ __forceinline__ void publish(
 __device__ __forceinline__ void attend_stretch(
     Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Layer& layer, int tokens, bool first) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const float scale = layer.scale, softcap = layer.softcap;
     uint4 q[HEAD_BLOCKS];
     Seen seen;
 #pragma unroll
     for (int i = 0; i < HEAD_BLOCKS; i++)
         q[i] = lane / 4 < SHARING ? channels_of(heads.q[min(lane / 4, SHARING - 1)], i) : make_uint4(0, 0, 0, 0);
-    const auto see = [&](const u16* keys, const u16* values, int count) {
-        weigh(heads, seen, q, keys, count, scale, softcap);
-        mix(heads, seen, (const u32*)values, count);
-    };
 #pragma unroll 1
     for (int left = tokens; left > 0; left -= TOKENS) {
         const int count = min(TOKENS, left);
         const u16* keys = (const u16*)await(ring, at);
-        Cursor behind = at;
-        behind.advance();
-        const u16* values = (const u16*)await(ring, behind);
 #pragma unroll 1
-        for (int token = warp * AT_ONCE; token < count; token += WARPS * AT_ONCE)
-            see(keys + token * HEAD_DIM, values + token * HEAD_DIM, min(AT_ONCE, count - token));
-        done(ring, at), done(ring, at);
+        for (int token = warp * AT_ONCE; token < count; token += 2 * NEXT)
+            see(heads, seen, q, keys, keys + SLOT / 4, token, count, layer);
+        done(ring, at);
     }
-    if (first && warp == WARPS - 1) see(heads.fresh[0], heads.fresh[1], 1);
+    if (first && warp == WARPS - 1) see(heads, seen, q, heads.fresh[0], heads.fresh[1], 0, 1, layer);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         seen.total[i] = sum_of_tokens(seen.total[i]);

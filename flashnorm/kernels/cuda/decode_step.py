@@ -83,7 +83,7 @@ class Settings:
     warps: int
     columns: int
     ring: Ring
-    on_the_way: int = 2
+    on_the_way: int = 3
     ahead: int = 4
     pace: int = 50
     stretch: int = 64
@@ -163,10 +163,10 @@ def settings_for(shape: StepShape) -> Settings:
 
 def settings(shape: StepShape, warps: int, columns: int) -> Settings:
     """With a ring of as many slots as fit."""
-    slot = 2 * max(_PIECES * max(_columns(width, columns) for width in _widths(shape)), _PIECES * shape.head_dim)
+    slot = 2 * max(_PIECES * max(_columns(width, columns) for width in _widths(shape)), 2 * _PIECES * shape.head_dim)
     slot = -(-slot // 128) * 128
     others = shared_bytes(shape, Settings(warps, columns, Ring(slot, 0)))
-    return Settings(warps, columns, Ring(slot, (SHARED_MEMORY - others) // (slot + 16)))
+    return Settings(warps, columns, Ring(slot, (SHARED_MEMORY - others) // (slot + 20)))
 
 
 def source(shape: StepShape, settings: Settings) -> str:

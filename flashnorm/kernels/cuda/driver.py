@@ -41,12 +41,17 @@ class Grid:
 
 
 def load(code: bytes, name: str, shared: int, device: torch.device) -> Any:
-    """The function `name` of a piece of machine code, on `device`, allowed `shared` bytes of shared memory."""
+    """The function `name` of a piece of machine code, on `device`, allowed `shared` bytes of shared memory.
+
+    Multiprocessors give it all the shared memory they have, so that blocks of two launches find room beside each other.
+    """
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT  # in percent
     with torch.cuda.device(device):
         module = _checked(driver.cuModuleLoadData(code))
         function = _checked(driver.cuModuleGetFunction(module, name.encode()))
         _checked(driver.cuFuncSetAttribute(function, limit, shared))
+        _checked(driver.cuFuncSetAttribute(function, share, 100))
     return function
 
 

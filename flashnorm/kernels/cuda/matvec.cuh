@@ -1,11 +1,11 @@
 // Rows of a weight matrix times a vector, on the tensor cores, in the order in which the weights lie in memory.
 //
 // A slot of the ring holds eight pieces of rows that follow each other: eight rows; or four, two or one, in 2, 4 or 8
-// pieces. They are one side of an instruction. Its other side has eight columns: column i is the part of the vector that
-// piece i meets, in the order in which the lanes take that piece, and the diagonal of the result is what is wanted. So
-// pieces may meet different parts of the vector, and neighbouring pieces are taken in different orders, by lanes that
-// then find different banks. Most of the instruction is wasted, and still it does in two instructions what takes dozens
-// otherwise, sums over the warp included.
+// pieces. They are one side of an instruction, each as two of its sixteen rows: a lane's sixteen bytes are columns 0, 1, 4
+// and 5 of one and 2, 3, 6 and 7 of the other. Its other side has eight columns: two for each of four classes of pieces, the
+// halves of the vector that they meet. Pieces of one class meet the same part of the vector in the same order; neighbouring
+// pieces are taken in different orders, by lanes that then find different banks. Eight classes take two instructions. Most
+// of an instruction is wasted, and still it does what takes dozens otherwise, sums over the warp included.
 //
 // Of every WARPS blocks of 32 columns each warp takes one, and keeps its part of the vector in registers while rows pass.
 // Macro: COLUMNS (of a piece, at most, unless eight pieces of a row are longer).
@@ -27,6 +27,9 @@ struct Form {
     static constexpr int columns = WIDTH / pieces();                // of a piece
     static constexpr int rows = PIECES / pieces();                  // of a slot
     static constexpr int blocks = (columns + APART - 1) / APART;    // of a warp, in a piece
+    static constexpr int classes = pieces() == 1 ? 2 : pieces();    // of pieces
+    static constexpr int sets = (classes + 3) / 4;                  // of four classes
+    static constexpr int parts = sets * blocks;                     // of the vector, in a lane
     static_assert(PIECES * columns * 2 <= SLOT, "a slot holds eight pieces");
 };
 
@@ -59,40 +62,37 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, 
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// The first column that this lane takes of its piece. Lanes of odd pieces begin with the block that even ones take next.
-__device__ __forceinline__ int first_column() {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, piece = lane / 4;
+// The first column that this lane takes of a piece. Of odd pieces it is in the block that comes second of even ones.
+__device__ __forceinline__ int first_column(int piece) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     return warp / 2 * 2 * BLOCK + (piece + warp) % 2 * BLOCK + lane % 4 * EIGHT;
 }
 
-// This lane's eight columns of a block of a piece, which begins at the lane's first column; zero beyond the piece's end.
+// This lane's eight columns of a block of a piece that begins at `from`; zero beyond its end.
 template <int WIDTH>
-__device__ __forceinline__ uint4 eight_of(const u16* from, int block) {
+__device__ __forceinline__ uint4 eight_of(const u16* from, int piece, int block) {
+    const int column = first_column(piece) + block * APART;
     const bool whole = Form<WIDTH>::columns % APART == 0;
-    if (!whole && first_column() + block * APART >= Form<WIDTH>::columns) return make_uint4(0, 0, 0, 0);
-    return *(const uint4*)(from + block * APART);
+    return whole || column < Form<WIDTH>::columns ? *(const uint4*)(from + column) : make_uint4(0, 0, 0, 0);
 }
 
-// What this lane multiplies its piece of every slot by: the part of a linear's input that lies in its columns.
+// What this lane gives to the other side of the instructions: of a linear's input, half of what its columns' class meets.
 template <int COUNT>
 struct Part {
-    uint4 blocks[COUNT ? COUNT : 1];
+    uint2 eights[COUNT ? COUNT : 1];
 
     template <int WIDTH>
     __device__ __forceinline__ void take(const u16* input) {
-        const int piece = threadIdx.x % WARP / 4 % Form<WIDTH>::pieces();
+        typedef Form<WIDTH> By;
+        const int column = threadIdx.x % WARP / 4;
 #pragma unroll
-        for (int i = 0; i < Form<WIDTH>::blocks; i++)
-            blocks[i] = eight_of<WIDTH>(input + piece * Form<WIDTH>::columns + first_column(), i);
+        for (int i = 0; i < By::parts; i++) {
+            const int piece = (i / By::blocks * 4 + column / 2) % By::classes;
+            const uint4 eight = eight_of<WIDTH>(input + piece % By::pieces() * By::columns, piece, i % By::blocks);
+            eights[i] = column % 2 ? make_uint2(eight.y, eight.w) : make_uint2(eight.x, eight.z);
+        }
     }
 };
-
-// Eight columns of sixteen halves of pieces times those of the vector: a lane's sixteen bytes are columns 0, 1, 4 and 5 of
-// one row of the instruction and 2, 3, 6 and 7 of another. `c`: sums of the former and of the latter.
-__device__ __forceinline__ void multiply_eight(float (&c)[2][4], const uint4& w, const uint4& x) {
-    multiply(c[0], w, x.x, x.z);
-    multiply(c[1], w, x.y, x.w);
-}
 
 // The sums of up to GROUP outputs, left in shared memory by warp. Where REST, inputs are x + rest.
 template <int WIDTH, int COUNT, int REST>
@@ -100,33 +100,36 @@ __device__ __forceinline__ void sum_rows(
     Ring& ring, Cursor& at, float (&to)[WARPS][2 * GROUP + WARP / WARPS], const Part<COUNT>& x, const Part<REST>& rest,
     int count, int parts) {
     typedef Form<WIDTH> By;
+    constexpr int CHAINS = 4 / By::sets;  // of instructions that wait for each other
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, piece = lane / 4;
-    const bool diagonal = lane % 4 == piece / 2 && piece % By::pieces() == 0;
-    const int from = piece * By::columns + first_column();
+    const bool finds = lane % 4 == piece % By::classes % 4 && piece % By::pieces() == 0;  // the sum of a row
     float* sums = &to[warp][piece / By::pieces()];
 #pragma unroll 1
     for (int row = 0; row < count; row += By::rows)
 #pragma unroll 1
         for (int part = 0; part < parts; part++) {
-            const u16* weights = (const u16*)await(ring, at) + from;
+            const u16* weights = (const u16*)await(ring, at) + piece * By::columns;
             uint4 w[By::blocks];
 #pragma unroll
-            for (int i = 0; i < By::blocks; i++) w[i] = eight_of<WIDTH>(weights, i);
-            float c[2][2][4] = {};  // chains
+            for (int i = 0; i < By::blocks; i++) w[i] = eight_of<WIDTH>(weights, piece, i);
+            float c[By::sets][CHAINS][4] = {};
 #pragma unroll
-            for (int i = 0; i < By::blocks; i++) {
-                multiply_eight(c[i % 2], w[i], x.blocks[i]);
-                if (REST) multiply_eight(c[i % 2], w[i], rest.blocks[i]);
+            for (int i = 0; i < By::parts; i++) {
+                auto& chain = c[i / By::blocks][i % By::blocks % CHAINS];
+                multiply(chain, w[i % By::blocks], x.eights[i].x, x.eights[i].y);
+                if (REST) multiply(chain, w[i % By::blocks], rest.eights[i].x, rest.eights[i].y);
             }
             done(ring, at);
             float sum = 0;
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                sum += piece % 2 ? c[i][0][1] + c[i][1][3] : c[i][0][0] + c[i][1][2];
-            // The diagonal lies in lanes 0, 4, 9, 13, 18, 22, 27 and 31; pieces of a row are added up.
-            if (By::pieces() > 1) sum += __shfl_xor_sync(~0u, sum, 4);
-            if (By::pieces() > 2) sum += __shfl_xor_sync(~0u, sum, 9);
-            if (By::pieces() > 4) sum += __shfl_xor_sync(~0u, sum, 18);
-            if (diagonal) sums[part * GROUP + row] = sum;
+            for (int i = 0; i < CHAINS; i++) {
+                const bool second = By::sets == 2 && piece >= 4;
+                sum += second ? c[By::sets - 1][i][0] + c[By::sets - 1][i][3] : c[0][i][0] + c[0][i][3];
+            }
+            // Lanes 0, 5, 10, 15, 16, 21, 26 and 31 have found the pieces of a row, if those are eight.
+            if (By::pieces() > 1) sum += __shfl_xor_sync(~0u, sum, 5);
+            if (By::pieces() > 2) sum += __shfl_xor_sync(~0u, sum, 10);
+            if (By::pieces() > 4) sum += __shfl_xor_sync(~0u, sum, 16);
+            if (finds) sums[part * GROUP + row] = sum;
         }
 }

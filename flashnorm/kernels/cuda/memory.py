@@ -18,11 +18,16 @@ def tma_gemm_bytes(config: TmaGemm, *, gated: bool = False) -> int:
     return tiles + -(-staging // 1024) * 1024 + 8 * config.block_m + 16 * config.stages + 32 + 1024
 
 
-def streamed_bytes(config: Streamed, *, gated: bool = False) -> int:
-    """Bytes of `streamed.cu`: the ring of chunks of rows, and the sums of each warp."""
-    ring = config.stages * (2 * config.chunk_k + 16)
-    sums = (2 * GROUP * (2 if gated else 1) + 1) * 4 * config.warps
-    return ring + sums + 16 + 2 * 128
+def streamed_slot(config: Streamed, k: int) -> int:
+    """Bytes of a slot of `streamed.cu`: its rows without a gap, and what is missing to a multiple of 128."""
+    return -(-2 * config.rows * min(config.chunk_k, k) // 128) * 128
+
+
+def streamed_bytes(config: Streamed, k: int, *, gated: bool = False) -> int:
+    """Bytes of `streamed.cu` for rows of `k`: the ring, and the sums of each warp."""
+    ring = config.stages * (streamed_slot(config, k) + 20) + 6 * 8  # barriers and a count; what is waited for
+    sums = 4 * (2 * (2 if gated else 1) * GROUP * (config.warps + 1) + config.warps)
+    return ring + sums + 2 * 128
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,11 @@ class Ring:
 def step_bytes(ring: Ring, warps: int, inputs: int, sharing: int, head_dim: int) -> int:
     """Bytes of `step.cu`. `inputs`: bytes of a linear's inputs; `sharing`: query heads of a key head."""
     sums = (2 * (2 * GROUP + 32 // warps) + 2) * warps * 4
-    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (8 * 8 + 3 * 8)
+    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (16 * 8 + 3 * 8)
     mixed = 4 * warps * sharing * head_dim
     layers_and_shares = 2 * 200 + 5 * 8 + 6 * 8  # and what is waited for
     padding = 6 * 16 + 3 * 128
-    return ring.stages * (ring.slot + 16) + max(inputs, mixed) + sums + heads + layers_and_shares + padding
+    return ring.stages * (ring.slot + 20) + max(inputs, mixed) + sums + heads + layers_and_shares + padding
 
 
 def stored_columns(width: int) -> int:

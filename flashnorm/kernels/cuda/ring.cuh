@@ -1,10 +1,10 @@
 // A ring of slots in shared memory that one thread fills with bulk copies and all the others read, in one order
 // that both know: the stream never stops between one linear and the next, since weights do not wait for activations.
-// Macros: STAGES, SLOT (bytes, a multiple of 128), WARPS, ON_THE_WAY (slots that are asked for at once: enough to keep
-// memory busy; more would only make everybody else wait longer), TIMED (count what threads wait for).
+// Macros: STAGES, SLOT (bytes, a multiple of 128), WARPS, ON_THE_WAY (whole slots that are asked for at once: enough to
+// keep memory busy; more would only make everybody else wait longer), TIMED (count what threads wait for).
 
 constexpr int THREADS = WARP * WARPS;  // that consume
-constexpr u32 SOME_TIME = 300;         // nanoseconds that the producing thread may sleep, for it takes time from others
+constexpr u32 SOME_TIME = 100;         // nanoseconds that the producing thread may sleep, for it takes time from others
 
 // Cycles that the first consuming thread and the first producing one spend waiting, by what for, and in all.
 enum Waiting { FOR_SLOT, FOR_WORDS, FOR_WARPS, FOR_MEMORY, FOR_ROOM, IN_ALL, WAITING };
@@ -12,6 +12,7 @@ enum Waiting { FOR_SLOT, FOR_WORDS, FOR_WARPS, FOR_MEMORY, FOR_ROOM, IN_ALL, WAI
 struct Ring {
     alignas(128) char slots[STAGES][SLOT];
     u64 full[STAGES], empty[STAGES];
+    u32 bytes[STAGES];  // asked for
     u64 waited[WAITING];
 
     __device__ __forceinline__ void init() {
@@ -44,7 +45,8 @@ struct Cursor {
 struct Filler {
     Ring& ring;
     Cursor at, coming;
-    int asked = 0;
+    int slots = 0;  // that have been asked for and not been seen to come
+    u32 bytes = 0;  // in them
     u64 policy = evict_first();
 
     // Until the next slot may be filled; `meanwhile`, again and again.
@@ -53,19 +55,28 @@ struct Filler {
         timed(ring, FOR_ROOM, [&] {
             while (!barrier_passed(&ring.empty[at.slot], at.phase ^ 1, SOME_TIME)) meanwhile();
         });
-        if (asked == ON_THE_WAY) {
-            timed(ring, FOR_MEMORY, [&] { barrier_wait(&ring.full[coming.slot], coming.phase); });
-            coming.advance();
-        } else {
-            asked++;
-        }
     }
 
-    // The next slot, with `bytes`, a multiple of 16.
-    __device__ __forceinline__ void fill(const void* from, u32 bytes) {
-        barrier_expect(&ring.full[at.slot], bytes);
-        load_bytes_once(ring.slots[at.slot], from, bytes, &ring.full[at.slot], policy);
-        at.advance();
+    // Until so few bytes are on their way that `more` may be asked for.
+    __device__ __forceinline__ void await_arrivals(u32 more) {
+        timed(ring, FOR_MEMORY, [&] {
+            while (slots == STAGES || (slots && bytes + more > ON_THE_WAY * SLOT)) {
+                barrier_wait(&ring.full[coming.slot], coming.phase);
+                slots--, bytes -= ring.bytes[coming.slot];
+                coming.advance();
+            }
+        });
+    }
+
+    // The next slot comes: so many bytes, a multiple of 16.
+    __device__ __forceinline__ void expect(u32 more) {
+        barrier_expect(&ring.full[at.slot], more);
+        slots++, bytes += ring.bytes[at.slot] = more;
+    }
+
+    // `more` of them, to `to`, a multiple of 16, in the slot.
+    __device__ __forceinline__ void fill(u32 to, const void* from, u32 more) {
+        load_bytes_once(ring.slots[at.slot] + to, from, more, &ring.full[at.slot], policy);
     }
 };
 

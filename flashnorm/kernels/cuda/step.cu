@@ -11,7 +11,7 @@
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int LONGEST = larger(HIDDEN, larger(ATTENDED, INNER));
-constexpr int BLOCKS = larger(Form<HIDDEN>::blocks, larger(Form<ATTENDED>::blocks, Form<INNER>::blocks));
+constexpr int PARTS = larger(Form<HIDDEN>::parts, larger(Form<ATTENDED>::parts, Form<INNER>::parts));
 constexpr int loads_of(int words) { return (words / 2 + THREADS - 1) / THREADS; }  // of a thread, of two words each
 constexpr int OWN = loads_of(HIDDEN);                                               // pairs of the residual stream
 
@@ -50,8 +50,8 @@ struct Consumer {
     float x[OWN][2];    // this thread's pairs of the residual stream, in the model's dtype but held in fp32
     u64 likeliest = 0;  // of the logits of this thread
     float eps;          // of the norm before the linear; below zero: there is none
-    Part<BLOCKS> part;
-    Part<GAINS ? BLOCKS : 0> rest;
+    Part<PARTS> part;
+    Part<GAINS ? PARTS : 0> rest;
 
     __device__ static __forceinline__ int pair_of(int i) { return threadIdx.x + i * THREADS; }
 

@@ -26,10 +26,24 @@ __device__ __forceinline__ Matrix matrix_of(Linear linear, const Step& step, con
     }
 }
 
-// What fills a slot.
+// What fills a slot: rows of weights; or keys and, in its second half, values.
 struct Chunk {
-    const void* from;
+    const void *from, *values;  // values: null, or as many bytes
     u32 bytes;
+
+    __device__ __forceinline__ u32 all() const { return values ? 2 * bytes : bytes; }
+
+    __device__ __forceinline__ void load(Filler& filler) const {
+        filler.expect(all());
+        filler.fill(0, from, bytes);
+        if (values) filler.fill(SLOT / 2, values, bytes);
+        filler.at.advance();
+    }
+
+    __device__ __forceinline__ void prefetch() const {
+        prefetch_bytes(from, bytes);
+        if (values) prefetch_bytes(values, bytes);
+    }
 };
 
 struct Stream {
@@ -75,13 +89,12 @@ struct Stream {
         if (linear > 4 * step.layers) return false;
         if (token < stretch.stop) {
             const long long from = cached(step, place, stretch.head, token);
-            chunk = {(part ? layer().values : layer().keys) + from, (u32)min(TOKENS, stretch.stop - token) * HEAD_DIM * 2};
-            part ^= 1;
-            if (part == 0 && (token += TOKENS) >= stretch.stop) token = stretch.stop, begin_stretch();
+            chunk = {layer().keys + from, layer().values + from, (u32)min(TOKENS, stretch.stop - token) * HEAD_DIM * 2};
+            if ((token += TOKENS) >= stretch.stop) token = stretch.stop, begin_stretch();
         } else {
             const Share share = shares[linear_of(step, linear)];
             const long long at = (long long)part * of.n + share.first + row;
-            chunk = {of.weight + at * of.width, (u32)min(of.rows, share.count - row) * of.width * 2};
+            chunk = {of.weight + at * of.width, nullptr, (u32)min(of.rows, share.count - row) * of.width * 2};
             if (++part == of.parts) part = 0, row += of.rows;
         }
         return true;
@@ -97,20 +110,22 @@ __device__ __forceinline__ void produce(Ring& ring, const Step& step, const Shar
     const auto take_turn = [&](u32 bytes) { free = max(free, clock64()) + (bytes >> 10) * PACE; };
     const auto look_ahead = [&] {
         if (lead == AHEAD || clock64() < free || !ahead.next(later)) return;
-        prefetch_bytes(later.from, later.bytes);
-        take_turn(later.bytes);
+        later.prefetch();
+        take_turn(later.all());
         lead++;
     };
 #pragma unroll 1
     while (stream.next(chunk)) {
         filler.await_room(look_ahead);
-        if (lead) {
+        filler.await_arrivals(chunk.all());
+        if (lead) {  // it comes out of the L2: memory would be idle
+            look_ahead();
             lead--;
         } else {
             if (AHEAD) ahead.next(later);
             while (clock64() < free) {}
-            take_turn(chunk.bytes);
+            take_turn(chunk.all());
         }
-        filler.fill(chunk.from, chunk.bytes);
+        chunk.load(filler);
     }
 }

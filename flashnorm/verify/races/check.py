@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashnorm.verify.outcome import Outcome
 from flashnorm.verify.races.capture import NotCaptured, capture
-from flashnorm.verify.races.delays import SIDES, Side, delayed, spinning
+from flashnorm.verify.races.delays import Side, delayed, sides_of, spinning
 from flashnorm.verify.races.graphs import captured, unjoined
 from flashnorm.verify.races.recorder import find_races
 from flashnorm.verify.report import Check
@@ -50,10 +50,11 @@ def _on_device(
     variants = _variants(inputs)
     expected = _expected(reference, variants)
     spin = spinning(max(_LEAST, _WIDER * _microseconds(operation, variants[0])))
-    trials = [_eager(operation, variants, expected, side, spin) for side in SIDES]
+    sides = sides_of(lambda: operation(*variants[0]))
+    trials = [_eager(operation, variants, expected, side, spin) for side in sides]
     loose, note = "", ""
     try:
-        trials += [_captured(operation, variants, expected, side, spin) for side in SIDES]
+        trials += [_captured(operation, variants, expected, side, spin) for side in sides]
         nodes = unjoined(captured(lambda: operation(*inputs)))
         loose = f"nothing in the captured graph waits for {nodes[0]}" if nodes else ""
     except NotCaptured as reason:
@@ -97,7 +98,7 @@ def _eager(
     with delayed(side, spin):
         results = [operation(*inputs) for inputs in variants]  # one after the other, as a loop does
         torch.cuda.synchronize()
-    return _Trial(f"eager, {side} stream delayed", _all_agree(results, expected))
+    return _Trial(f"eager, {side} delayed", _all_agree(results, expected))
 
 
 def _captured(
@@ -108,7 +109,7 @@ def _captured(
     spin: Callable[[], None],
 ) -> _Trial:
     results = _replayed(operation, variants, side, spin)
-    return _Trial(f"captured, {side} stream delayed", _all_agree(results, expected))
+    return _Trial(f"captured, {side} delayed", _all_agree(results, expected))
 
 
 def _replayed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from flashnorm.kernels.configs import Streamed, TmaGemm
 from flashnorm.kernels.cuda.memory import SHARED_MEMORY, streamed_bytes, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
 from flashnorm.kernels.decode.shapes import StepShape
+from flashnorm.kernels.dispatch import STREAMED
 
 _INSTALL = "NVIDIA's compiler and bindings are not installed; pip install 'flashnorm[gpu]'"
 pytest.importorskip("cuda.bindings.nvrtc", reason=_INSTALL)
@@ -61,12 +63,54 @@ def test_the_gemm_compiles_and_fits_its_shared_memory(config, activation, dtype)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize(
-    ("k", "config"), [(576, Streamed(1024, 24, 4)), (4096, Streamed(4096, 4, 8)), (11008, Streamed())]
+    ("k", "config"),
+    [
+        (576, Streamed(1024, 24, 4)),
+        (1000, Streamed(1024, 5, 4, rows=8)),  # a slot of 16,000 bytes, no gap from row to row
+        (4096, Streamed(4096, 3, 8, rows=4, on_the_way=2, pace=50, lead=2)),
+        (11008, Streamed()),
+        (28672, STREAMED),
+    ],
 )
 def test_the_streamed_kernel_compiles_and_fits_its_shared_memory(k, config, activation, dtype):
     aligning = 128
-    size = streamed_bytes(config, gated=activation is not None) - aligning
-    assert compiler.cubin(with_size(streamed.source(config, k, dtype, activation), "empty", size), "sm_90a")
+    size = streamed_bytes(config, k, gated=activation is not None) - aligning
+    asserted = f'static_assert(sizeof(Problem) == {len(packed())}, "another problem");'
+    text = streamed.source(config, k, dtype, activation) + asserted
+    assert compiler.cubin(with_size(text, "squares", size), "sm_90a")
+
+
+@pytest.mark.parametrize("k", [8, 576, 4096, 32768])
+@pytest.mark.parametrize("gated", [False, True])
+def test_two_launches_of_the_streamed_kernel_find_room_beside_each_other(k, gated):
+    of_a_multiprocessor, reserved = 228 << 10, 1 << 10  # the latter for each block
+    assert 2 * (streamed_bytes(STREAMED, k, gated=gated) + reserved) <= of_a_multiprocessor
+
+
+def packed() -> bytes:
+    x, weight, out = torch.zeros(1, 8), torch.zeros(16, 8), torch.zeros(1, 16)
+    return streamed.packed_problem(x, weight, 1e-6, None, out, Streamed(), static_weight=True)
+
+
+@pytest.mark.parametrize(("lead", "chunks"), [(None, 2**31 - 1), (0, 0), (3, 3)])
+def test_what_the_kernel_is_told_of_its_settings(lead, chunks):
+    config = Streamed(prefetch=5, pace=50, lead=lead)
+    x, weight, out = torch.zeros(1, 8), torch.zeros(16, 8), torch.zeros(1, 16)
+    told = streamed.packed_problem(x, weight, 1e-6, None, out, config, static_weight=True)
+    assert struct.unpack("QQQQqifiiii", told)[4:] == (8, 16, pytest.approx(1e-6), 5, 50, chunks, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Streamed(chunk_k=1000), "does not divide"),
+        (Streamed(rows=64), "does not divide"),
+        (Streamed(rows=3), "does not divide"),
+    ],
+)
+def test_a_configuration_that_cannot_be_does_not_compile(config, message):
+    with pytest.raises(KernelError, match=message):
+        compiler.cubin(streamed.source(config, 4096, torch.bfloat16), "sm_90a")
 
 
 STEPS = {  # a model of each kind: what it is compiled for
@@ -103,11 +147,12 @@ def test_too_little_memory_is_seen():
     text = tma_gemm.source(config, torch.bfloat16)
     with pytest.raises(KernelError, match="Python reckons too little"):
         compiler.cubin(with_size(text, "scale_empty", tma_gemm_bytes(replace(config, stages=3))), "sm_90a")
-
-
-def test_a_configuration_that_cannot_be_does_not_compile():
-    with pytest.raises(KernelError, match="does not divide"):
-        compiler.cubin(streamed.source(Streamed(chunk_k=1000), 4096, torch.bfloat16), "sm_90a")
+    ring = Streamed(4096, 3, 8, rows=4)
+    text = with_size(
+        streamed.source(ring, 4096, torch.bfloat16), "squares", streamed_bytes(replace(ring, rows=2), 4096)
+    )
+    with pytest.raises(KernelError, match="Python reckons too little"):
+        compiler.cubin(text, "sm_90a")
 
 
 def test_machine_code_is_compiled_once(monkeypatch):

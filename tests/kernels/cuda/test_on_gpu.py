@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
 from flashnorm.kernels import rms_linear, rms_swiglu_linear
 from flashnorm.kernels.bounds import exceeds, expected_rms_linear, expected_rms_swiglu_linear
-from flashnorm.kernels.configs import Config, Gemv, Streamed, TmaGemm
-from flashnorm.kernels.dispatch import cuda_runs
+from flashnorm.kernels.configs import Config, Gemv, NormLinear, SplitK, Streamed, TmaGemm
+from flashnorm.kernels.dispatch import STREAMED, cuda_runs
 from flashnorm.kernels.run import run
 from tests.kernels import cases
 
@@ -28,6 +30,7 @@ GEMMS = [
     TmaGemm(256, 96, 2, 4, "inside"),  # an odd number of stores for each slab: their two buffers must not cross
     TmaGemm(128, 96, 2, 6, "beside", 16),
 ]
+STREAMS = [Streamed(prefetch=12), STREAMED, Streamed(2048, 3, 8, 1, 2, 8, 2, 50, 2)]
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -51,7 +54,8 @@ def test_gemm_matches_fp64(m, k, n, config, dtype):
     [
         Streamed(1024, 24, 4),
         Streamed(2048, 12, 8, 2, 12),
-        Streamed(4096, 4, 8),
+        Streamed(4096, 3, 8, 1, 0, 4, 2, 50, 2),
+        Streamed(2048, 5, 8, 1, 6, 4, 3, 50, 0),
     ],
 )
 @pytest.mark.parametrize(("k", "n"), [(8, 8), (576, 960), (2880, 1000), (4096, 6144), (28672, 264)])
@@ -60,16 +64,27 @@ def test_streamed_matches_fp64(k, n, config, dtype):
 
 
 @pytest.mark.parametrize(
-    "config", [Streamed(2048, 12, 8, 1, 0), Streamed(4096, 4, 8, 2), Gemv(2, 4096, 8), Gemv(2, 1024, 4)]
+    "configs",
+    [
+        (Streamed(2048, 12, 8, 1, 0),),
+        (Streamed(4096, 4, 8, 2),),
+        (Streamed(4096, 3, 8, 1, 2, 4, 2, 50, None),),  # two launches at a time, the next let in at once,
+        (Streamed(4096, 3, 8, 1, 2, 4, 2, 50, 2),),  # or while the last chunks come,
+        (Streamed(2048, 2, 8, 1, 0, 4),),  # or at once, and five at a time
+        (Gemv(2, 4096, 8),),
+        (Gemv(2, 1024, 4),),
+        # One that lets the next kernel in before its own wait, among kernels that do so after it.
+        (Streamed(2048, 2, 8, 1, 0, 4), Gemv(2, 4096, 8), SplitK(64, 128, 4), NormLinear()),
+    ],
 )
-def test_static_weights_in_a_chain_of_early_launches(config):
+def test_static_weights_in_a_chain_of_early_launches(configs):
     """Each product is the next one's x, so that whoever reads x too early is seen."""
     weights = [torch.randn(4096, 4096, device="cuda").mul_(0.02).bfloat16() for _ in range(8)]
     start = torch.randn(1, 4096, device="cuda").bfloat16()
     rows = [start, *(torch.empty_like(start) for _ in weights)]
 
     def chain(*, alone: bool) -> None:
-        for x, weight, out in zip(rows, weights, rows[1:], strict=False):
+        for x, weight, out, config in zip(rows, weights, rows[1:], cycle(configs), strict=False):
             run(config, x, weight, cases.EPS, None, None, out, static_weight=not alone)
             if alone:
                 torch.cuda.synchronize()
@@ -87,7 +102,7 @@ def test_static_weights_in_a_chain_of_early_launches(config):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 256, 2, 3, "inside"), Streamed()])
+@pytest.mark.parametrize("config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 256, 2, 3, "inside"), *STREAMS])
 def test_gated_forms_match_fp64(config, activation):
     m = 1 if isinstance(config, Streamed) else 130
     operands = cases.case(m, 576, 2 * 968, torch.bfloat16)
@@ -98,7 +113,7 @@ def test_gated_forms_match_fp64(config, activation):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
-@pytest.mark.parametrize("config", [*GEMMS, Streamed()])
+@pytest.mark.parametrize("config", [*GEMMS, *STREAMS])
 def test_extreme_rms_in_fp16(config, scale):
     m = 1 if isinstance(config, Streamed) else 70
     cases.assert_exact_enough(kernel(config), cases.case(m, 512, 264, torch.float16, scale=scale))
@@ -115,7 +130,7 @@ def test_specials_stay_in_their_row(config, special):
     assert out[34:].isfinite().all()
 
 
-@pytest.mark.parametrize("config", [*GEMMS, Streamed()])
+@pytest.mark.parametrize("config", [*GEMMS, *STREAMS])
 def test_the_same_bits_a_thousand_times_and_under_load(config):
     m = 1 if isinstance(config, Streamed) else 200
     operands = cases.case(m, 2048, 3072, torch.bfloat16)

@@ -8,11 +8,11 @@ import torch
 from flashnorm.errors import Refusal
 from flashnorm.kernels.two_stream import overlapped_rms_linear
 from flashnorm.verify.races.check import _variants, agrees, check_races
-from flashnorm.verify.races.delays import SIDES, delayed
+from flashnorm.verify.races.delays import Side, delayed, sides_of
 from flashnorm.verify.races.graphs import depends_on, read_dot, unjoined
 from flashnorm.verify.races.recorder import find_races
 from flashnorm.verify.races.sanitizer import sanitizer_findings
-from tests.faults.two_streams import FAULTS
+from tests.faults.two_streams import FAULTS, JoinedOutside
 
 X = torch.empty(4, 48, dtype=torch.bfloat16)
 WEIGHT = torch.empty(32, 48, dtype=torch.bfloat16)
@@ -42,9 +42,9 @@ def _overlapped(x: torch.Tensor) -> torch.Tensor:
     return overlapped_rms_linear(x, torch.empty(32, 48, device="cuda", dtype=x.dtype), 1e-5)
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", [Side(0), Side()], ids=str)
 @pytest.mark.parametrize("operation", [_overlapped, _entered_itself])
-def test_a_delay_goes_into_the_stream_that_is_named(operation, side: str) -> None:
+def test_a_delay_goes_into_the_stream_that_is_named(operation, side: Side) -> None:
     """Played by the recorder, whose streams have numbers: 0 is the main one."""
     delays: list[int] = []
 
@@ -60,7 +60,31 @@ def test_a_delay_goes_into_the_stream_that_is_named(operation, side: str) -> Non
 
     assert find_races(run, (X,), calls=2) == []
     assert len(delays) == 2
-    assert {number != 0 for number in delays} == {side == "side"}
+    assert {number != 0 for number in delays} == {side.entry is not None}
+
+
+def test_of_two_side_streams_one_at_a_time_is_delayed() -> None:
+    """Delayed together, they would meet as they do without a delay: a missing end of either would go unseen."""
+    delays: dict[Side, list[int]] = {}
+    joined = JoinedOutside()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        def call() -> torch.Tensor:
+            return joined(x, torch.empty(32, 48, device="cuda", dtype=x.dtype), 1e-5)
+
+        for side in sides_of(call):
+            spins = delays.setdefault(side, [])
+            with delayed(side, lambda spins=spins: spins.append(torch.cuda.current_stream().number)):
+                call()
+                result = call()
+        return result
+
+    assert find_races(run, (X,), calls=1) == []
+    assert list(delays) == [Side(0, 2), Side(1, 2), Side()]
+    squares, matmul, main = delays.values()
+    assert len(squares) == len(matmul) == 2  # once in each of two calls
+    assert len({0, *squares, *matmul}) == 3
+    assert set(main) == {0}
 
 
 def test_no_two_calls_have_the_same_scale() -> None:
