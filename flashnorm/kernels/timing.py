@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashnorm.kernels.capture import capturing
+
 COLD_BYTES = 150_000_000  # two and a half times the L2 of an H200
 WARM_REPLAYS = 3
 
@@ -71,7 +73,7 @@ def capture(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for index in range(calls):
             call(index)
     return graph

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashnorm.kernels.capture import capturing
 from flashnorm.runtime.decode.graphs import bucket_of, warm_up
 
 # From a prompt's ids (bucket,), its slot (1,) and the place of its last token (1,), all int64 on the device, to the
@@ -140,7 +141,7 @@ class FirstChunk:
         # may serve other models, go on meanwhile.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            capturing(graph, pool=self._pool, error_mode="thread_local"),
         ):
             logits = self._forward(self._ids[:bucket], self._slot, self._last)
         return _Captured(graph, logits), torch.cuda.memory_reserved() - before

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashnorm.kernels.capture import capturing
 from flashnorm.runtime.decode.state import State
 from flashnorm.runtime.decode.step import Step
 
@@ -86,7 +87,7 @@ class Runner:
         rows = self._fill(bucket, ())
         warm_up(lambda: self._state.step(self._step, rows, greedy=greedy))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capturing(graph, pool=self._pool):
             logits, tokens = self._state.step(self._step, rows, greedy=greedy)
         self._pool = graph.pool()
         return _Captured(graph, logits, tokens)
