@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools import kernel_tables, low_precision_tables, runtime_tables
+from tools import battery_tables, kernel_tables, low_precision_tables, runtime_tables
 from tools.tables import RECORDS, row, table, where_from, with_tables
 
 PAGE = "a\n<!-- table:one:begin -->\nold\n<!-- table:one:end -->\nb\n"
@@ -24,6 +24,7 @@ def test_a_table_has_a_rule_as_wide_as_its_titles():
 
 def test_every_record_is_shown_somewhere():
     shown = {*kernel_tables.TABLES, *low_precision_tables.TABLES, runtime_tables.RECORD, runtime_tables.AGREEMENT}
+    shown |= {battery_tables.NAME}
     assert {record.stem for record in RECORDS.glob("*.json")} <= shown
     names = [*kernel_tables.TABLES, *runtime_tables.TABLES, *low_precision_tables.TABLES]
     assert len(set(names)) == len(names)
