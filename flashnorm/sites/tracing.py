@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_flatten
 from flashnorm.errors import TracingError
 from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.exits import Exits
-from flashnorm.sites.hollow import HollowMode
+from flashnorm.sites.hollow import HollowMode, tensors_in
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.interior import Interior
 from flashnorm.sites.location import model_line
 from flashnorm.sites.norm_calls import watch
 from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Executed, results
+from flashnorm.sites.probe_cache import ProbeCache
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.shadow import ZERO, Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
@@ -42,12 +43,15 @@ class Trace:
     blockers: dict[str, list[Blocker]] = field(default_factory=lambda: defaultdict(list))
     operations: list[str] = field(default_factory=list)  # every aten operation, in order
     runs: tuple[Run, ...] = ()  # the calls that were made
+    cache: ProbeCache = field(default_factory=ProbeCache)  # what experiments with norms have shown
 
     @classmethod
-    def of(cls, model: nn.Module, live: nn.Module | None) -> Trace:
-        """Of `model`, before any run. `live`: as for `trace`."""
+    def of(cls, model: nn.Module, live: nn.Module | None, cache: ProbeCache | None = None) -> Trace:
+        """Of `model`, before any run. `live`, `cache`: as for `trace`."""
         originals = live.named_parameters() if live is not None else ()
-        return cls(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
+        record = cls(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
+        record.cache = cache or record.cache
+        return record
 
     def block(self, codes: torch.Tensor, kind: str, op: str, where: str, detail: str) -> None:
         """Block every norm whose gain occurs in `codes`."""
@@ -60,14 +64,16 @@ class Trace:
             self.blockers[norm].append(blocker)
 
 
-def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) -> Trace:
+def trace(
+    model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None, cache: ProbeCache | None = None
+) -> Trace:
     """Make every call of `runs` and report what happened to the gains.
 
     `model` must be hollow or small; its parameters are not changed. `live`: the model of which it is a copy, where
-    there is one; a function that the copy holds may go on using the original's weights. Raises `TracingError` when a
-    run fails.
+    there is one; a function that the copy holds may go on using the original's weights. `cache`: what experiments with
+    its norms have shown in an earlier trace. Raises `TracingError` when a run fails.
     """
-    record = Trace.of(model, live)
+    record = Trace.of(model, live, cache)
     make_runs(model, Follower(record), runs)
     record.runs = tuple(runs)
     return record
@@ -75,7 +81,7 @@ def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) 
 
 def make_runs(model: nn.Module, mode: Follower, runs: Sequence[Run]) -> None:
     """Make every call of `runs` under `mode`. Raises `TracingError` when one fails."""
-    with torch.no_grad(), watch(model, mode):
+    with torch.no_grad(), watch(model, mode, mode.record.cache):
         for run in runs:
             try:
                 with mode:
@@ -137,7 +143,7 @@ class Follower(HollowMode):
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.call(func, args, kwargs)
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         name = func.overloadpacket.__name__
         base = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
         with torch.no_grad():
