@@ -14,6 +14,8 @@ Notation, for one token x of width K and a linear (W: (N, K), c: (N,)) that read
     GLU       act(s a) ⊙ (s b) = s^(d+1) act(a) ⊙ b             `defer_glu_scale`
     LoRA      (W + B A) diag(g) = W diag(g) + B (A diag(g))      `fold_lora`, `lora_shift`
 
+Those of scalars and gains between a projection and an attention score are in `attention_algebra`.
+
 Fold and defer are those of FlashNorm (Graef et al., arXiv:2407.09577); the epsilon of `carried_epsilon` makes its
 cancellation exact.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import transformers.dynamic_module_utils as remote_code
 from filelock import FileLock
 
 import flashnorm
@@ -38,6 +40,14 @@ def sotu_text() -> str:
         return read_sotu()
     except AssetError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For checkpoints with code of their own, which Transformers copies to a place of its own before it runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_code, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
 
 
 def _imported(dtype: torch.dtype) -> Path:

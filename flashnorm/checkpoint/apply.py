@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flashnorm.checkpoint.changes import Addition, Changes
+from flashnorm.checkpoint.edit import new_bias
 from flashnorm.checkpoint.engine import transform
 from flashnorm.checkpoint.gains import SIDECAR, sidecar
 from flashnorm.checkpoint.manifest import MANIFEST, FileRecord, Manifest, manifest_bytes
@@ -48,6 +49,9 @@ def apply_plan(
     additions = {
         name: Addition(source.tensors[origin].shard, source.tensors[origin]) for name, origin in plan.additions.items()
     }
+    for name, bias in plan.new_biases.items():
+        shifts = plan.edits[name].shifts if name in plan.edits else ()
+        additions[name] = Addition(source.tensors[bias.weight].shard, new_bias(source, name, bias, shifts))
     changes = Changes(plan.edits, additions, _new_config(source, plan.config_changes))
     gains, sites, originals = sidecar(source, plan)
 
@@ -67,6 +71,7 @@ def apply_plan(
             added=tuple(additions),
             removed=tuple(name for name, edit in plan.edits.items() if edit.remove),
             config=_config_text(source) if changes.config is not None else None,
+            new_biases=tuple(plan.new_biases),
             lost=dict(sorted(item for s in done.values() for item in s.lost.items())),
         )
         write_file(folder, MANIFEST, manifest_bytes(manifest))

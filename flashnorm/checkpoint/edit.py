@@ -7,6 +7,7 @@ is the final rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from flashnorm.algebra import product_dtype
 from flashnorm.checkpoint.blocks import Block, block_factor, block_shape
 from flashnorm.checkpoint.header import TensorInfo
-from flashnorm.checkpoint.plan import Scale, Shift, TensorEdit
+from flashnorm.checkpoint.plan import NewBias, Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import Source
 from flashnorm.checkpoint.underflow import Vanishing
 from flashnorm.errors import CheckpointError
@@ -94,6 +95,18 @@ def rewritten(source: Source, name: str, info: TensorInfo, edit: TensorEdit) -> 
     new = value.to(info.dtype)
     _refuse_overflow(name, old, new)
     return new
+
+
+def new_bias(source: Source, name: str, new: NewBias, shifts: Sequence[Shift]) -> torch.Tensor:
+    """The values of a bias that the source does not store: the sum of what moves into it, in fp64, rounded once."""
+    weight = source.tensors[new.weight]
+    info = replace(weight, name=name, shape=(new.size,))
+    total = torch.zeros(new.size, dtype=torch.float64)
+    for shift in shifts:
+        total = total + _shift(source, name, info, shift)
+    value = total.to(weight.dtype)
+    _refuse_overflow(name, total, value)
+    return value
 
 
 def _replacement(name: str, info: TensorInfo, tensor: torch.Tensor) -> torch.Tensor:

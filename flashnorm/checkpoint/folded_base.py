@@ -56,7 +56,7 @@ class Weight:
 
     `transposed`: its module computes x W, not x Wᵀ (Conv1D), or looks rows up (Embedding). `gains`: None where parts of
     the weight took in different gains, so that none can be named for the whole. `moved`: what folding added to it, fp32
-    or fp64, where it is a bias that a norm's bias moved into.
+    or fp64, where it is a bias that a norm's bias moved into. `new`: the base's source does not have it.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Weight:
     transposed: bool
     gains: tuple[Gain, ...] | None
     moved: torch.Tensor | None = None
+    new: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ def open_folded_base(folder: str | os.PathLike[str], *, trust_remote_code: bool 
     shapes = {name: tuple(info.shape) for name, info in source.tensors.items()}
     gains = _stored_gains(source, manifest, originals)
     moved = _moved(source, manifest, originals)
-    stored = {name: Weight(name, shape, False, gains.get(name, ()), moved.get(name)) for name, shape in shapes.items()}
+    stored = {
+        name: Weight(name, shape, False, gains.get(name, ()), moved.get(name), name in manifest.new_biases)
+        for name, shape in shapes.items()
+    }
     return FoldedBase(
         folder=folder,
         parameters=_parameters(model, placements(model, shapes), stored),
@@ -132,9 +136,9 @@ def _shift(source: Source, site: SiteRecord, originals: Mapping[str, torch.Tenso
 
 
 def _moved(source: Source, manifest: Manifest, originals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What folding added to each stored bias that it rewrote."""
+    """What folding added to each stored bias that it rewrote or made."""
     own = {name for site in manifest.sites for name in (site.gain, site.bias)}
-    return {
+    return {name: gain_of(source.read(name)) for name in manifest.new_biases} | {
         name: gain_of(source.read(name)) - gain_of(originals[name])
         for name in manifest.originals
         if name in source.tensors and name not in own
@@ -155,7 +159,8 @@ def _parameters(
             owner = model.get_submodule(name.rpartition(".")[0])
             shape = tuple(model.get_parameter(name).shape)
             transposed = isinstance(owner, (Conv1D, nn.Embedding))
-            found[name] = Weight(name, shape, transposed, laid_out(shape, parts), _whole_shift(parts))
+            new = any(weight.new for weight, _ in parts)
+            found[name] = Weight(name, shape, transposed, laid_out(shape, parts), _whole_shift(parts), new)
     return found
 
 

@@ -20,7 +20,8 @@ import torch
 from flashnorm import algebra
 from flashnorm.checkpoint.adapted import Target, copy_target, factors_target, find_weight
 from flashnorm.checkpoint.adapter import CONFIG, NOTE, WEIGHTS, Adapter, Note, Side, note_bytes, open_adapter
-from flashnorm.checkpoint.folded_base import FoldedBase, Gain, open_folded_base
+from flashnorm.checkpoint.folded_base import FoldedBase, Gain, Weight, open_folded_base
+from flashnorm.checkpoint.source import open_source
 from flashnorm.checkpoint.staging import check_output, copy_file, new_folder, write_file
 from flashnorm.checkpoint.tree import file_size
 from flashnorm.errors import CheckpointError
@@ -118,7 +119,7 @@ def _translated(adapter: Adapter, base: FoldedBase, to: Side) -> _Work:
         targets[module] = factors_target(base, module, work.tensors[key_a], work.tensors[key_b])
         _translate_factors(work, module, targets[module], key_a, key_b, to)
     for path, key in adapter.copies.items():
-        _translate_copy(work, base, path, key, to)
+        _translate_copy(work, base, path, key, to, adapter)
     for module in adapter.tokens:
         weight = find_weight(base, f"{module}.weight")
         if weight is None or weight.gains != ():
@@ -154,19 +155,63 @@ def _translate_factors(work: _Work, module: str, target: Target, key_a: str, key
         work.shifts[module] = work.shifts.get(module, torch.zeros_like(share)) + share
 
 
-def _translate_copy(work: _Work, base: FoldedBase, path: str, key: str, to: Side) -> None:
+def _translate_copy(work: _Work, base: FoldedBase, path: str, key: str, to: Side, adapter: Adapter) -> None:
     """A whole weight that the adapter replaces changes as the base's own did."""
     copy = work.tensors[key]
     weight = copy_target(base, path, copy)
+    if weight.new and to == "original":
+        raise CheckpointError(
+            f"the adapter replaces {path!r}, a bias that the original base does not have; keep using it with the "
+            "folded one"
+        )
     changed = copy.to(torch.promote_types(copy.dtype, torch.float32))
     for gain in weight.gains or ():
         change = algebra.fold_gain if to == "folded" else algebra.unfold_gain
         with _zero_gains_named(gain, path):
             changed = change(changed, gain.values, gain.axis, gain.channels)
-    if weight.moved is not None:
-        changed = changed + weight.moved if to == "folded" else changed - weight.moved
+    shifted = next((gain.norm for gain in weight.gains or () if gain.shift is not None), None)
+    held = f"{path.rpartition('.')[0]}.bias" in adapter.copies
+    if shifted and not held and not _is_bases_own(base, weight, changed if to == "folded" else copy):
+        raise CheckpointError(
+            f"the adapter replaces {path!r}, and the bias of {shifted} has moved behind it, into a bias that the "
+            "adapter does not hold; train it on the folded base instead"
+        )
+    moved = _moved_into(base, path, weight, to, adapter)
+    if moved is not None:
+        changed = changed + moved if to == "folded" else changed - moved
     work.tensors[key] = changed.to(copy.dtype)
-    work.record(path, changed=bool(weight.gains) or weight.moved is not None)
+    work.record(path, changed=bool(weight.gains) or moved is not None)
+
+
+def _is_bases_own(base: FoldedBase, weight: Weight, folded: torch.Tensor) -> bool:
+    """Whether an adapter's copy, as it is on the folded base, is the base's own weight: PEFT copies whole embeddings.
+
+    The base rounded it once, and the adapter may have rounded it in another dtype before.
+    """
+    source = open_source(base.folder)
+    if weight.name not in source.tensors or source.tensors[weight.name].shape != tuple(folded.shape):
+        return False
+    stored = source.read(weight.name)
+    unit = max(torch.finfo(dtype).eps for dtype in (stored.dtype, folded.dtype))
+    return bool(((stored.double() - folded.double()).abs() <= unit * stored.double().abs()).all())
+
+
+def _moved_into(base: FoldedBase, path: str, weight: Weight, to: Side, adapter: Adapter) -> torch.Tensor | None:
+    """What folding adds to the adapter's copy of a bias: W b, with the adapter's own W where it replaces that too."""
+    module, _, name = path.rpartition(".")
+    replaced = adapter.copies.get(f"{module}.weight") if name == "bias" else None
+    reader = find_weight(base, f"{module}.weight") if weight.moved is not None and replaced is not None else None
+    if reader is None:
+        return weight.moved
+    own, total = adapter.tensors[replaced or ""].double(), None
+    for gain in reader.gains or ():
+        if to == "original":
+            with _zero_gains_named(gain, path):
+                own = algebra.unfold_gain(own, gain.values, gain.axis, gain.channels)
+    for gain in reader.gains or ():
+        if gain.shift is not None:
+            total = algebra.fold_shift(own, gain.shift, total, gain.axis, gain.channels)
+    return total
 
 
 @contextmanager

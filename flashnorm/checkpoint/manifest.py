@@ -58,7 +58,8 @@ class Manifest:
 
     `added`: tensors that the source did not store (an untied head); `removed`: those that the output does not.
     `config`: the text of the source's `config.json` where folding changed it. `lost`: by tensor, how many weights
-    became zero for being too small for their dtype.
+    became zero for being too small for their dtype. `new_biases`: those of `added` that are biases, for which the
+    config was told to make room.
     """
 
     tool_version: str
@@ -73,6 +74,7 @@ class Manifest:
     removed: tuple[str, ...]
     config: str | None
     lost: dict[str, int] = field(default_factory=dict)
+    new_biases: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
 
@@ -130,4 +132,5 @@ def _from_table(table: dict[str, Any]) -> Manifest:
         removed=tuple(table["removed"]),
         config=table["config"],
         lost=table["lost"],
+        new_biases=tuple(table.get("new_biases", ())),  # absent in folders of older versions, which made none
     )

@@ -2,16 +2,18 @@
 
 A sentence-transformers folder is loaded without its head, so the last hidden state is what the model is for. And a
 checkpoint may store layers that Transformers does not load and an engine runs: those of multi-token prediction read the
-last hidden state and share the head with the model. Both see the gain that stands before the head.
+last hidden state and share the head with the model. Both see the gain that stands before the head. And where tensors
+lie beside a norm's gain that the model does not load, another program knows another layer there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from flashnorm.checkpoint.conversion import Placement
 from flashnorm.checkpoint.remarks import PIPELINE
 from flashnorm.checkpoint.source import Source
 from flashnorm.errors import Refusal
@@ -22,13 +24,19 @@ _SHOWN = 2
 
 
 def with_outside_readers(
-    source: Source, model: PreTrainedModel, report: AuditReport, placed: Container[str], *, untie: bool
+    source: Source,
+    model: PreTrainedModel,
+    report: AuditReport,
+    placed: Mapping[str, list[Placement]],
+    *,
+    untie: bool,
 ) -> AuditReport:
-    """`report` with a blocker at every norm that something outside `model` reads.
+    """`report` with a blocker at every norm that something outside `model` reads, or that is another layer there.
 
-    `placed`: the names of the stored tensors that the loader uses. `untie`: the head is to be parted from the
+    `placed`: where each stored tensor that the loader uses goes. `untie`: the head is to be parted from the
     embedding, which is done for the norm before it alone: raises `Refusal` where that is such a norm.
     """
+    report = _blocked(report, _unread_beside(source, model, placed))
     if PIPELINE in source.files:
         report = _blocked(report, _without_head(model))
     unread = unread_matrices(source, placed)
@@ -62,6 +70,35 @@ def unread_matrices(source: Source, placed: Container[str]) -> list[str]:
         for name, info in source.tensors.items()
         if name not in placed and len(info.shape) >= 2 and info.shape[0] > 1 and info.dtype.is_floating_point
     ]
+
+
+def _unread_beside(
+    source: Source, model: PreTrainedModel, placed: Mapping[str, list[Placement]]
+) -> Callable[[Site], tuple[Blocker, ...]]:
+    """What is stored beside a norm's gain, under the same module, and left out by the loader.
+
+    A DyT in a folder whose config names a stock architecture is stored so: its slope and its bias lie beside what the
+    loader takes for the gain of an RMSNorm. Folding that gain alone would leave a bias that was to be divided by it.
+    """
+    homes = {piece.parameter: name for name, pieces in placed.items() for piece in pieces}
+    unread: dict[str, list[str]] = {}
+    for name, info in source.tensors.items():
+        if name not in placed and info.dtype.is_floating_point:
+            unread.setdefault(name.rpartition(".")[0], []).append(name)
+
+    def blockers(site: Site) -> tuple[Blocker, ...]:
+        home = homes.get(site.weight or "")
+        beside = unread.get(home.rpartition(".")[0], []) if home else []
+        if not beside:
+            return ()
+        detail = (
+            f"the checkpoint stores {' and '.join(sorted(beside)[:_SHOWN])} beside its gain, which "
+            f"{type(model).__name__} does not load, so what the layer was trained as is unknown; give the folder the "
+            "code of its own model, and --trust-remote-code"
+        )
+        return (Blocker("outside", "", "", detail),)
+
+    return blockers
 
 
 def _without_head(model: PreTrainedModel) -> Callable[[Site], tuple[Blocker, ...]]:

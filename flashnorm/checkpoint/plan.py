@@ -48,6 +48,17 @@ class TensorEdit:
 
 
 @dataclass(frozen=True)
+class NewBias:
+    """A bias (size,) that the source does not store: zero, but for what moves into it (the edit of its name).
+
+    `weight`: the stored weight behind which it is added; it goes to the same shard, in the same dtype.
+    """
+
+    weight: str
+    size: int
+
+
+@dataclass(frozen=True)
 class FoldedSite:
     """One folded norm as the manifest records it."""
 
@@ -71,6 +82,8 @@ class FoldPlan:
     mode: str  # "compatible" or "strict"
     untied: bool = False
     config_changes: dict[tuple[str, ...], object] = field(default_factory=dict)  # path into config.json -> new value
+    new_biases: dict[str, NewBias] = field(default_factory=dict)  # new stored name -> what it is before its edit
+    keeps_bias: tuple[str, ...] = ()  # the norms of `sites` whose bias stays, divided by the gain
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[tuple[str, ...], object]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from flashnorm import algebra
 from flashnorm.checkpoint.conversion import Placement
 from flashnorm.checkpoint.lines import Homes, Line, Misfit, lines_of
-from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, Scale, Shift, TensorEdit
+from flashnorm.checkpoint.plan import FoldedSite, FoldPlan, NewBias, Scale, Shift, TensorEdit
 from flashnorm.checkpoint.source import Source
 from flashnorm.sites.audit import AuditReport
 from flashnorm.sites.folding import gain_of, moves_shift, remaining_bias, value_problem
@@ -44,13 +44,14 @@ def plan_fold(
     untied: bool = False,
     additions: dict[str, str] | None = None,
     config_changes: dict[tuple[str, ...], object] | None = None,
+    new_biases: dict[str, NewBias] | None = None,
 ) -> FoldPlan:
     """The plan for folding every foldable site of `report` in the checkpoint `source`.
 
-    `placed`: where each stored tensor goes (`conversion.placements`), the additions among them. `untied`: the report is
-    that of the model with its head untied, whether or not the head had a copy of its own (`additions`) to get. A site
-    whose readers are stored in a way that cannot be scaled is skipped with the reason. Raises `Refusal` on broken
-    gains.
+    `placed`: where each stored tensor goes (`conversion.placements`), additions and new biases among them. `untied`:
+    the report is that of the model with its head untied, whether or not the head had a copy of its own (`additions`) to
+    get. A site whose readers are stored in a way that cannot be scaled is skipped with the reason. Raises `Refusal` on
+    broken gains.
     """
     skipped = dict(report.skipped)
     homes = _homes(report, placed)
@@ -69,6 +70,8 @@ def plan_fold(
         mode="strict" if strict else "compatible",
         untied=untied,
         config_changes=config_changes or {},
+        new_biases=new_biases or {},
+        keeps_bias=tuple(norm for norm, s in chosen.items() if s.bias is not None and not s.shift_moves),
     )
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.conversion import placements, stored_name
-from flashnorm.checkpoint.missing import refuse_missing
+from flashnorm.checkpoint.missing import missing_weights, refuse_missing
+from flashnorm.checkpoint.new_biases import room_for_biases
 from flashnorm.checkpoint.outside import with_outside_readers
-from flashnorm.checkpoint.plan import STRICT_MARK, FoldPlan, changed
+from flashnorm.checkpoint.plan import STRICT_MARK, FoldPlan, NewBias, changed
 from flashnorm.checkpoint.planner import plan_fold
 from flashnorm.checkpoint.source import Source
 from flashnorm.errors import Refusal
@@ -20,9 +21,14 @@ from flashnorm.sites.tying import has_tied_head, tie_flags, tied_groups, untie_h
 
 
 def make_plan(
-    source: Source, *, strict: bool = False, untie: bool = False, trust_remote_code: bool = False
+    source: Source,
+    *,
+    strict: bool = False,
+    untie: bool = False,
+    add_bias: bool = False,
+    trust_remote_code: bool = False,
 ) -> FoldPlan:
-    """Audit the model of an opened checkpoint and plan its fold."""
+    """Audit the model of an opened checkpoint and plan its fold; the options as for `fold_checkpoint`."""
     config = read_config(source.folder, trust_remote_code)
     model = hollow_model(config, trust_remote_code)
     additions: dict[str, str] = {}
@@ -30,8 +36,17 @@ def make_plan(
     shapes = {name: tuple(info.shape) for name, info in source.tensors.items()}
     placed = placements(model, shapes)
     refuse_missing(source.folder, model, {piece.parameter for pieces in placed.values() for piece in pieces})
+    new_biases: dict[str, NewBias] = {}
+    if add_bias:
+        room = room_for_biases(source, config, model, _homes(model, shapes), trust_remote_code)
+        changes, new_biases, model = dict(room.config_changes), room.biases, room.model
+        shapes.update({name: (bias.size,) for name, bias in new_biases.items()})
+        placed = placements(model, shapes)
+        lost = missing_weights(model, {piece.parameter for pieces in placed.values() for piece in pieces})
+        if lost:  # a conversion of the loader's that knows weights alone
+            raise Refusal(f"{source.folder}: a stored {lost[0]} would not be loaded; leave --add-bias out")
     if untie:
-        changes = tie_flags(config, source.config)
+        changes |= tie_flags(config, source.config)
         apart = hollow_model(type(config).from_dict(changed(source.config, changes)), trust_remote_code)
         additions = _copies(source, model, apart, shapes)
         shapes.update({name: shapes[origin] for name, origin in additions.items()})
@@ -43,7 +58,16 @@ def make_plan(
     report = with_outside_readers(source, model, report_of(model, record), placed, untie=untie)
     if strict:
         changes |= STRICT_MARK
-    return plan_fold(source, report, placed, strict=strict, untied=untie, additions=additions, config_changes=changes)
+    return plan_fold(
+        source,
+        report,
+        placed,
+        strict=strict,
+        untied=untie,
+        additions=additions,
+        config_changes=changes,
+        new_biases=new_biases,
+    )
 
 
 def _copies(

@@ -21,6 +21,12 @@ def command(
         bool, typer.Option("--strict", help="Remove the gains; load the result with flashnorm.load.")
     ] = False,
     untie: Annotated[bool, typer.Option("--untie", help="Untie the head, so that the final norm folds too.")] = False,
+    add_bias: Annotated[
+        bool,
+        typer.Option(
+            "--add-bias", help="Give linears a bias where the config allows it, for norms' biases to move to."
+        ),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -31,7 +37,15 @@ def command(
         say("fold", f"opening {src}")  # importing torch takes seconds, and silence looks like a hang
     from flashnorm.checkpoint.fold import fold_checkpoint
 
-    report = fold_checkpoint(src, dst, strict=strict, untie=untie, trust_remote_code=trust_remote_code, quiet=quiet)
+    report = fold_checkpoint(
+        src,
+        dst,
+        strict=strict,
+        untie=untie,
+        add_bias=add_bias,
+        trust_remote_code=trust_remote_code,
+        quiet=quiet,
+    )
     if as_json:
         print_json(
             {
@@ -42,6 +56,8 @@ def command(
                 "skipped": report.skipped,
                 "grown_bytes": report.grown_bytes,
                 "lost": report.lost,
+                "new_biases": list(report.new_biases),
+                "keeps_bias": list(report.keeps_bias),
             }
         )
         return
@@ -53,6 +69,11 @@ def command(
     typer.echo(f"folded {counted(len(report.folded), 'norm')} into {dst}")
     for line in by_reason(report.skipped):
         typer.echo(f"left alone: {line}")
+    if report.new_biases:
+        typer.echo(f"biases added: {len(report.new_biases)} ({report.new_biases[0]} for one)")
+    if report.keeps_bias:
+        kept = counted(len(report.keeps_bias), "norm")
+        typer.echo(f"{kept} kept a bias, divided by the gain ({report.keeps_bias[0]} for one)")
     if report.lost:
         typer.echo(
             f"{counted(sum(report.lost.values()), 'weight')} of {counted(len(report.lost), 'tensor')} became zero, too "

@@ -22,6 +22,8 @@ class FoldReport:
     lost: dict[str, int] = field(
         default_factory=dict
     )  # stored tensor -> how many weights became zero, too small for fp16
+    new_biases: tuple[str, ...] = ()  # stored names of the biases that linears were given
+    keeps_bias: tuple[str, ...] = ()  # folded norms whose bias stays, divided by the gain
 
     def __str__(self) -> str:
         done = "folded already" if self.already_folded else "folded"

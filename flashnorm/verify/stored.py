@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from flashnorm.checkpoint.blocks import Block, block_factor, block_shape, blocks
-from flashnorm.checkpoint.edit import rewritten
+from flashnorm.checkpoint.edit import new_bias, rewritten
 from flashnorm.checkpoint.header import TensorInfo
 from flashnorm.checkpoint.manifest import Manifest, is_folded, read_manifest
-from flashnorm.checkpoint.plan import FoldPlan, TensorEdit
+from flashnorm.checkpoint.plan import FoldPlan, NewBias, TensorEdit
 from flashnorm.checkpoint.progress import Meter, metered
 from flashnorm.checkpoint.source import Source, open_source
 from flashnorm.errors import Refusal
@@ -61,7 +61,11 @@ def _plan(source: Source, folded: Path, trust_remote_code: bool) -> FoldPlan:
     from flashnorm.checkpoint.prepare import make_plan
 
     plan = make_plan(
-        source, strict=manifest.mode == "strict", untie=manifest.untied, trust_remote_code=trust_remote_code
+        source,
+        strict=manifest.mode == "strict",
+        untie=manifest.untied,
+        add_bias=bool(manifest.new_biases),
+        trust_remote_code=trust_remote_code,
     )
     if {site.norm for site in plan.sites} != {site.norm for site in manifest.sites}:
         raise Refusal(f"flashnorm {manifest.tool_version} folded {folded}, and this version folds other norms")
@@ -69,7 +73,7 @@ def _plan(source: Source, folded: Path, trust_remote_code: bool) -> FoldPlan:
 
 
 def _nothing(first: Path, second: Path, ours: Manifest, theirs: Manifest) -> FoldPlan:
-    if (ours.mode, ours.untied) != (theirs.mode, theirs.untied):
+    if (ours.mode, ours.untied, ours.new_biases) != (theirs.mode, theirs.untied, theirs.new_biases):
         raise Refusal(f"{first} and {second} are both folded, in different modes")
     return FoldPlan(edits={}, additions={}, sites=(), skipped={}, mode=ours.mode, untied=ours.untied)
 
@@ -77,7 +81,10 @@ def _nothing(first: Path, second: Path, ours: Manifest, theirs: Manifest) -> Fol
 def _wrong(source: Source, result: Source, plan: FoldPlan, meter: Meter) -> Iterator[str]:
     removed = {name for name, edit in plan.edits.items() if edit.remove}
     expected = {*source.tensors, *plan.additions} - removed
-    yield from sorted(expected ^ set(result.tensors))
+    yield from sorted((expected | set(plan.new_biases)) ^ set(result.tensors))
+    for name, bias in sorted(plan.new_biases.items()):
+        if name in result.tensors and not _as_added(source, name, bias, result, plan.edits.get(name, _UNCHANGED)):
+            yield name
     for name in sorted(expected & set(result.tensors)):
         origin, stored = source.tensors[plan.additions.get(name, name)], result.tensors[name]
         edit = plan.edits.get(name, _UNCHANGED)
@@ -89,6 +96,12 @@ def _wrong(source: Source, result: Source, plan: FoldPlan, meter: Meter) -> Iter
                 yield name
         elif not _as_folded(source, origin, result, stored, edit, meter):
             yield name
+
+
+def _as_added(source: Source, name: str, bias: NewBias, result: Source, edit: TensorEdit) -> bool:
+    expected, stored = new_bias(source, name, bias, edit.shifts), result.tensors[name]
+    alike = (stored.dtype, stored.shape) == (expected.dtype, tuple(expected.shape))
+    return alike and _close(result.read(name), expected, edit)
 
 
 def _as_folded(

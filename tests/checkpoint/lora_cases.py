@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from flashnorm.checkpoint.fold import fold_checkpoint
 
-_SMALL = {
+SMALL = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -49,7 +49,7 @@ CASES = {
     "llama": Case(
         "LlamaForCausalLM",
         "LlamaConfig",
-        _SMALL,
+        SMALL,
         {
             "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"],
             "use_rslora": True,
@@ -57,19 +57,19 @@ CASES = {
             "alpha_pattern": {"q_proj": 5},
         },
     ),
-    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", _SMALL, {"target_modules": "all-linear"}),  # one-plus, tied
-    "phi3": Case("Phi3ForCausalLM", "Phi3Config", _SMALL, {"target_modules": "all-linear"}),  # fused projections
+    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", SMALL, {"target_modules": "all-linear"}),  # one-plus, tied
+    "phi3": Case("Phi3ForCausalLM", "Phi3Config", SMALL, {"target_modules": "all-linear"}),  # fused projections
     "mixtral": Case(  # experts stored one by one, stacked (out, in) in the model
         "MixtralForCausalLM",
         "MixtralConfig",
-        {**_SMALL, "num_local_experts": 4},
+        {**SMALL, "num_local_experts": 4},
         {"target_modules": ["k_proj"], "target_parameters": [*_EXPERTS, "gate.weight"]},
         loading=_EAGER,
     ),
     "gpt_oss": Case(  # experts stacked (in, out)
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+        {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
         {"target_modules": ["k_proj"], "target_parameters": [*_EXPERTS, "router.weight"]},
         loading=_EAGER,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,18 @@ from flashnorm.checkpoint.adapter import CONFIG, NOTE, WEIGHTS
 from flashnorm.checkpoint.fold import fold_checkpoint
 from flashnorm.checkpoint.lora import translate_lora
 from flashnorm.errors import CheckpointError, OutputError
-from tests.checkpoint.lora_cases import CASES, Folded, load, logits, relative, write_adapter, write_base, write_case
+from tests.checkpoint.lora_cases import (
+    CASES,
+    SMALL,
+    Case,
+    Folded,
+    load,
+    logits,
+    relative,
+    write_adapter,
+    write_base,
+    write_case,
+)
 
 # Power-of-two gains make the translation of an RMSNorm model exact; what remains is fp64 arithmetic in another order,
 # some 1e-16 a step. A LayerNorm's bias is folded into fp32 biases: 2^-24 = 6e-8 for each of the 8 that meet in a logit.
@@ -354,6 +366,93 @@ def test_a_norm_bias_that_moved_behind_an_embedding_adapter_is_refused(tmp_path:
     adapter = write_adapter(pair.case, pair.base, tmp_path / "second", target_modules=["c_attn", "wte"], bias="none")
     with pytest.raises(CheckpointError, match=r"c_attn needs a bias.*beside an adapter of transformer\.wte"):
         translate_lora(adapter, pair.folded, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def replacing(tmp_path_factory: pytest.TempPathFactory) -> Folded:
+    """An adapter that replaces a linear behind a LayerNorm whose bias moves into it."""
+    folder = tmp_path_factory.mktemp("replacing")
+    pair = write_case("gpt2", folder)
+    adapter = write_adapter(
+        pair.case, pair.base, folder / "second", target_modules=["c_attn"], modules_to_save=["c_fc"]
+    )
+    return replace(pair, adapter=adapter)
+
+
+def test_a_replaced_linear_takes_its_own_share_of_a_moved_bias(replacing: Folded, tmp_path: Path) -> None:
+    translate_lora(replacing.adapter, replacing.folded, tmp_path / "there")
+    expected = logits(replacing.case, replacing.base, replacing.adapter)
+    assert relative(logits(replacing.case, replacing.folded, tmp_path / "there"), expected) < ROUNDED
+    translate_lora(replacing.adapter, replacing.folded, tmp_path / "back", to="original")
+    expected = logits(replacing.case, replacing.folded, replacing.adapter)
+    assert relative(logits(replacing.case, replacing.base, tmp_path / "back"), expected) < ROUNDED
+
+
+def test_the_base_s_share_of_a_moved_bias_in_a_replaced_linear_is_seen(
+    replacing: Folded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "_moved_into", lambda base, path, weight, to, adapter: weight.moved)
+    translate_lora(replacing.adapter, replacing.folded, tmp_path / "there")
+    expected = logits(replacing.case, replacing.base, replacing.adapter)
+    assert relative(logits(replacing.case, replacing.folded, tmp_path / "there"), expected) > 0.05
+
+
+def test_a_copied_weight_without_its_bias_must_be_the_base_s_own(replacing: Folded, tmp_path: Path) -> None:
+    """PEFT copies embeddings and heads so, trained or not."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(replacing.adapter, adapter)
+    tensors = load_file(adapter / WEIGHTS)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("c_fc.bias")}
+    save_file(tensors, adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"into a bias that the adapter does not hold"):
+        translate_lora(adapter, replacing.folded, tmp_path / "out")
+    own = load_file(replacing.base / "model.safetensors")
+    for key in tensors:
+        if key.endswith("c_fc.weight"):
+            tensors[key] = own[key.removeprefix("base_model.model.")]
+    save_file(tensors, adapter / WEIGHTS)
+    translate_lora(adapter, replacing.folded, tmp_path / "out")
+    folded, translated = load_file(replacing.folded / "model.safetensors"), load_file(tmp_path / "out" / WEIGHTS)
+    for key in tensors:
+        if key.endswith("c_fc.weight"):
+            assert torch.equal(translated[key], folded[key.removeprefix("base_model.model.")])
+
+
+@pytest.fixture(scope="module")
+def roomier(tmp_path_factory: pytest.TempPathFactory) -> Folded:
+    """A base whose linears were given biases for a LayerNorm's to move to."""
+    folder = tmp_path_factory.mktemp("roomier")
+    case = Case(
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {**SMALL, "num_key_value_heads": 2, "use_qkv_bias": False},
+        {"target_modules": ["q_proj", "up_proj"]},
+        exact=False,
+    )
+    base = write_base(case, folder / "base")
+    fold_checkpoint(base, folder / "folded", add_bias=True)
+    return Folded(case, base, folder / "folded", write_adapter(case, base, folder / "adapter"))
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias.*")
+def test_an_adapter_moves_to_a_base_with_new_biases(roomier: Folded, tmp_path: Path) -> None:
+    report = translate_lora(roomier.adapter, roomier.folded, tmp_path / "out")
+    assert report.shifted == tuple(f"model.layers.{i}.self_attn.q_proj" for i in range(2))
+    expected = logits(roomier.case, roomier.base, roomier.adapter)
+    assert relative(logits(roomier.case, roomier.folded, tmp_path / "out"), expected) < ROUNDED
+    assert relative(logits(roomier.case, roomier.folded, roomier.adapter), expected) > 0.05
+    translate_lora(roomier.adapter, roomier.folded, tmp_path / "back", to="original")
+    expected = logits(roomier.case, roomier.folded, roomier.adapter)
+    assert relative(logits(roomier.case, roomier.base, tmp_path / "back"), expected) < ROUNDED
+
+
+def test_what_an_adapter_cannot_hold_of_new_biases_is_refused(roomier: Folded, tmp_path: Path) -> None:
+    replaced = write_adapter(roomier.case, roomier.base, tmp_path / "replaced", modules_to_save=["k_proj"])
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight'.* into a bias that the adapter does not hold"):
+        translate_lora(replaced, roomier.folded, tmp_path / "out")
+    trained = write_adapter(roomier.case, roomier.folded, tmp_path / "trained", bias="lora_only")
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias', a bias that the original base does not have"):
+        translate_lora(trained, roomier.folded, tmp_path / "out", to="original")
 
 
 def test_peft_still_merges_a_translated_adapter(llama: Folded, tmp_path: Path) -> None:

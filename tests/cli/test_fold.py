@@ -12,6 +12,7 @@ import flashnorm
 from flashnorm.checkpoint.manifest import read_manifest
 from flashnorm.cli.fold import by_reason
 from flashnorm.cli.main import main
+from tests.checkpoint.dyt import PAGE, write_dyt
 from tests.checkpoint.test_fold import SMALL, saved
 
 
@@ -95,3 +96,37 @@ def test_norms_of_all_layers_are_one_line() -> None:
         "layers.2.other: layers.2.x reads it",
     ]
     assert by_reason({}) == []
+
+
+@pytest.mark.usefixtures("own_code")
+def test_the_page_on_dyt_shows_what_the_commands_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_dyt(tmp_path / "my-model")
+    console = PAGE.partition("```console\n$ ")[2].partition("\n```")[0]
+    for command, *shown in (part.splitlines() for part in console.split("\n$ ")):
+        with pytest.raises(SystemExit) as stopped:
+            main([*command.split()[1:], "--quiet"])
+        assert stopped.value.code in (None, 0), command
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[-len(shown) :] == shown, command
+
+
+@pytest.mark.usefixtures("own_code")
+def test_json_names_new_biases_and_who_keeps_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_dyt(tmp_path / "source")
+    options = ("--add-bias", "--trust-remote-code", "--json", "--quiet")
+    assert _status(source, tmp_path / "out", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["new_biases"]) == 14
+    assert report["keeps_bias"] == ["model.norm"]
+    assert _status(tmp_path / "out", tmp_path / "again", *options) == 0
+    assert json.loads(capsys.readouterr().out)["new_biases"] == report["new_biases"]
+
+
+@pytest.mark.usefixtures("own_code")
+def test_biases_without_a_place_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _status(source, tmp_path / "out", "--add-bias", "--quiet") == 2
+    assert capsys.readouterr().err.startswith(f"flashnorm: {source} has no norm whose bias lacks a home")
+    assert not (tmp_path / "out").exists()

@@ -47,7 +47,7 @@ class _Recording(TorchDispatchMode):
 
 
 @contextmanager
-def _capture(graph: HostGraph, pool: Any = None) -> Iterator[None]:
+def _capture(graph: HostGraph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     with _Recording(graph):
         yield
 
@@ -64,6 +64,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
 
 
 def _tensors(value: Any) -> list[Tensor]:

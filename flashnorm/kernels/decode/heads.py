@@ -1,4 +1,8 @@
-"""Heads as attention reads them, normed and rotated by their position; k and v go to the cache."""
+"""Heads as attention reads them, normed and rotated by their position; k and v go to the cache.
+
+The slot is read from device memory, so that a captured launch serves any of them. Attention among the tokens of one
+launch finds their keys and values in buffers of their own, wherever in the cache they went.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +63,18 @@ def _prepare_kernel(
     out,
     keys,
     values,
+    own_keys,
+    own_values,
+    slots,
     cos,
     sin,
     q_gain,
     k_gain,
     qkv_stride,
     out_stride,
+    slot_stride,
     head_stride,
+    own_stride,
     table_stride,
     start,
     q_eps,
@@ -81,6 +90,7 @@ def _prepare_kernel(
     Q_GAIN: tl.constexpr,
     K_NORM: tl.constexpr,
     K_GAIN: tl.constexpr,
+    OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     h, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -107,34 +117,48 @@ def _prepare_kernel(
         HEAD_DIM, D, ROTARY, INTERLEAVED, K_NORM, K_GAIN,
     )  # fmt: skip
     v = tl.load(token + v_at + d[None, :], mask=channels, other=0.0)
-    place = h.to(tl.int64) * head_stride + position * HEAD_DIM + d[None, :]
-    tl.store(keys + place, k.to(keys.dtype.element_ty), mask=channels)
+    k = k.to(keys.dtype.element_ty)
+    place = tl.load(slots) * slot_stride + h.to(tl.int64) * head_stride + position * HEAD_DIM + d[None, :]
+    tl.store(keys + place, k, mask=channels)
     tl.store(values + place, v, mask=channels)
+    if OWN:
+        place = h.to(tl.int64) * own_stride + row * HEAD_DIM + d[None, :]
+        tl.store(own_keys + place, k, mask=channels)
+        tl.store(own_values + place, v, mask=channels)
 
 
 def prepare_heads(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
+    slot: Tensor,
     start: int,
     tables: tuple[Tensor, Tensor] | None,
     out: Tensor,
     shape: AttentionShape,
     norms: QkNorm,
+    *,
+    own: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write q into `out` (tokens, heads · head_dim), k and v to positions `start`, … of the cache.
+    """Write q into `out` (tokens, heads · head_dim), k and v to positions `start`, … of a slot of the cache.
 
-    `qkv`: (tokens, (heads + 2 kv_heads) · head_dim), q first, rows contiguous; `keys`, `values`: (kv_heads, max_length,
-    head_dim), a slot's, of the same dtype; `tables`: cos and sin, (max_length, rotary) fp32.
+    `qkv`: (tokens, (heads + 2 kv_heads) · head_dim), q first, rows contiguous; `keys`, `values`: (slots, kv_heads,
+    max_length, head_dim), contiguous, of the same dtype; `slot`: (1,) int64, on the device; `tables`: cos and sin,
+    (max_length, rotary) fp32. `own`: where k and v are written once more, each (kv_heads, tokens, head_dim),
+    contiguous, of the same dtype.
     """
     tokens, group = len(qkv), shape.heads // shape.kv_heads
     cos, sin = tables if tables is not None else (qkv, qkv)
+    own_keys, own_values = own if own is not None else (keys, values)
     pdl = supports_pdl(qkv.device)
     _prepare_kernel[(shape.kv_heads, tokens)](
         qkv,
         out,
         keys,
         values,
+        own_keys,
+        own_values,
+        slot,
         cos,
         sin,
         norms.q_gain if norms.q_gain is not None else qkv,
@@ -142,6 +166,8 @@ def prepare_heads(
         qkv.stride(0),
         out.stride(0),
         keys.stride(0),
+        keys.stride(1),
+        own_keys.stride(0),
         cos.stride(0) if tables is not None else 0,
         start,
         norms.q_eps or 0.0,
@@ -157,6 +183,7 @@ def prepare_heads(
         Q_GAIN=norms.q_gain is not None,
         K_NORM=norms.k_eps is not None,
         K_GAIN=norms.k_gain is not None,
+        OWN=own is not None,
         PDL=pdl,
         num_warps=1,
         **launch_options(pdl),

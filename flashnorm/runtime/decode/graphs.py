@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,16 @@ class _Captured:
 def bucket_of(rows: int) -> int:
     """The smallest power of two that holds so many rows."""
     return 1 << (rows - 1).bit_length()
+
+
+def warm_up(work: Callable[[], object]) -> None:
+    """Do what will be captured, beside the current stream: compiling and tuning must not be captured."""
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(_WARMUPS):
+            work()
+    current.wait_stream(stream)
 
 
 class Runner:
@@ -71,14 +82,9 @@ class Runner:
         return rows
 
     def _record(self, bucket: int, greedy: bool) -> _Captured:
-        """Capture one step of a bucket, tried first on the spare slot: compiling and tuning must not be captured."""
+        """Capture one step of a bucket, tried first on the spare slot."""
         rows = self._fill(bucket, ())
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARMUPS):
-                self._state.step(self._step, rows, greedy=greedy)
-        torch.cuda.current_stream().wait_stream(stream)
+        warm_up(lambda: self._state.step(self._step, rows, greedy=greedy))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits, tokens = self._state.step(self._step, rows, greedy=greedy)

@@ -12,6 +12,7 @@ from flashnorm.runtime.decode.matching import activation_of, linear_part, linear
 from flashnorm.runtime.decode.norm_reading import norm_of, norms
 from flashnorm.runtime.decode.positions import Positions
 from flashnorm.runtime.decode.replica import Call, LayerRun
+from flashnorm.runtime.decode.shared_gain import with_shared_gain
 from flashnorm.runtime.decode.spec import Layer, Linear, Mlp, Norm
 
 
@@ -33,7 +34,7 @@ class _Middle:
 
 def read_layer(run: LayerRun, positions: Positions) -> ReadLayer:
     """Raises `Unsupported`, naming the layer, where it is not an attention followed by an MLP as the spec has them."""
-    attention = read_attention(run, positions)
+    attention = with_shared_gain(read_attention(run, positions))
     calls = linears(run.after)
     out, inner = calls[0], calls[1:]
     if len(inner) not in (2, 3):

@@ -44,11 +44,15 @@ def read_norm(call: Call, module: nn.Module, where: str, probes: ProbeCache) -> 
     if found.weight is None:
         return Norm(None, convention.eps)
     weight = module.get_parameter(found.weight).detach()
-    gain = (convention.offset + weight.float()).contiguous()
+    return Norm(least_gain(convention.offset + weight.float(), weight.dtype), convention.eps)
+
+
+def least_gain(gain: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`gain`, fp32, as `Norm` has it: None where it is 1, in `dtype` if that holds it exactly, else as it is."""
     if bool((gain == 1).all()):
-        return Norm(None, convention.eps)
-    rounded = gain.to(weight.dtype)
-    return Norm(rounded if torch.equal(rounded.float(), gain) else gain, convention.eps)
+        return None
+    rounded = gain.to(dtype)
+    return rounded.contiguous() if torch.equal(rounded.float(), gain) else gain.contiguous()
 
 
 def _keeps_shape(call: Call) -> bool:

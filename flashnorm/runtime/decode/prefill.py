@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +12,7 @@ from flashnorm.kernels import rms_linear, rms_swiglu_linear
 from flashnorm.kernels.reference import ACTIVATIONS as GATED_ACTIVATIONS
 from flashnorm.runtime.decode import reference
 from flashnorm.runtime.decode.cache import Cache
+from flashnorm.runtime.decode.first_chunk import FirstChunk
 from flashnorm.runtime.decode.packing import PackedLayer, Packing
 from flashnorm.runtime.decode.spec import Attention, Head, Linear, Mlp, Norm, Spec
 from flashnorm.runtime.decode.step import embed, wide
@@ -17,58 +20,116 @@ from flashnorm.runtime.decode.step import embed, wide
 CHUNK = 2048  # tokens at once: enough to fill a GPU, and a bound on the memory that a long prompt takes
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where some tokens of a prompt go: positions `at` (tokens,) of `slot`, (1,) int64, both on the device.
+
+    `start`: the first of the positions; `earlier`: the slot's number, where tokens before them lie in its cache.
+    """
+
+    slot: Tensor
+    at: Tensor
+    start: int = 0
+    earlier: int | None = None
+
+
 class Prefill:
     """Fills a slot's cache with a prompt and gives the logits after it."""
 
     def __init__(
-        self, spec: Spec, packing: Packing, cache: Cache, *, chunk: int = CHUNK, kernels: bool = False
+        self,
+        spec: Spec,
+        packing: Packing,
+        cache: Cache,
+        *,
+        chunk: int = CHUNK,
+        kernels: bool = False,
+        capture: bool = False,
     ) -> None:
-        """`kernels`: what surrounds the matmuls and the attention goes through kernels, on a device that has Triton."""
-        self._spec, self._packing, self._cache, self._chunk = spec, packing, cache, chunk
-        self._kernels = kernels
+        """`kernels`: what surrounds the matmuls and the attention goes through kernels, on a device that has Triton.
+
+        `capture`: a prompt's first chunk is replayed from a CUDA graph. The cache's last slot is one that nobody reads.
+        """
+        self._chunk, self._pass = chunk, _Pass(spec, packing, cache, kernels=kernels)
+        slots, _, max_length, _ = cache.keys[0].shape
+        self._first = FirstChunk(self._pass.first, min(chunk, max_length), slots - 1, spec.device, capture=capture)
 
     def __call__(self, ids: Tensor, slot: int) -> Tensor:
-        """`ids`: (tokens,) int64 on the device, written to positions 0 … tokens - 1. Returns (vocabulary,) fp32."""
-        for start in range(0, len(ids), self._chunk):
-            x = self._forward(ids[start : start + self._chunk], slot, start)
+        """`ids`: (tokens,) int64 on the device, written to positions 0 … tokens - 1. Returns (vocabulary,) fp32.
+
+        Positions after these, within the slot, may be written too.
+        """
+        logits = self._first.run(ids[: self._chunk], slot)  # of a longer prompt, nobody reads these
+        for start in range(self._chunk, len(ids), self._chunk):
+            logits = self._pass.later(ids[start : start + self._chunk], slot, start)
+        return logits
+
+    def close(self) -> None:
+        """Drop the graphs and their pool."""
+        self._first.close()
+
+
+class _Pass:
+    """Some tokens of a prompt through all layers, which write their keys and values to the cache."""
+
+    def __init__(self, spec: Spec, packing: Packing, cache: Cache, *, kernels: bool) -> None:
+        self._spec, self._packing, self._cache, self._kernels = spec, packing, cache, kernels
+
+    def first(self, ids: Tensor, slot: Tensor, last: Tensor) -> Tensor:
+        """A prompt's first tokens: see `first_chunk.Forward`."""
+        x = self._forward(ids, _Place(slot, torch.arange(len(ids), device=ids.device)))
+        return head_logits(x[last], self._spec.head)[0]
+
+    def later(self, ids: Tensor, slot: int, start: int) -> Tensor:
+        """Those at positions `start`, …: logits (vocabulary,) fp32 after the last of `ids` (tokens,)."""
+        at = torch.arange(start, start + len(ids), device=ids.device)
+        x = self._forward(ids, _Place(ids.new_full((1,), slot), at, start, slot))
         return head_logits(x[-1:], self._spec.head)[0]
 
-    def _forward(self, ids: Tensor, slot: int, start: int) -> Tensor:
+    def _forward(self, ids: Tensor, place: _Place) -> Tensor:
         x = embed(self._spec, ids)
-        at = torch.arange(start, start + len(ids), device=ids.device)
         caches = zip(self._cache.keys, self._cache.values, strict=True)
-        for layer, packed, (keys, values) in zip(self._spec.layers, self._packing.layers, caches, strict=True):
-            x = self._attention(x, layer.attention, packed, keys[slot], values[slot], at, start)
+        for layer, packed, cache in zip(self._spec.layers, self._packing.layers, caches, strict=True):
+            x = self._attention(x, layer.attention, packed, cache, place)
             inner = activated(x, layer.mlp, packed.up)
             x = self._joined(x, F.linear(inner, layer.mlp.down.weight, layer.mlp.down.bias), layer.mlp)
         return x
 
     def _attention(
-        self, x: Tensor, by: Attention, packed: PackedLayer, keys: Tensor, values: Tensor, at: Tensor, start: int
+        self, x: Tensor, by: Attention, packed: PackedLayer, cache: tuple[Tensor, Tensor], place: _Place
     ) -> Tensor:
-        """`x`: (tokens, hidden); `keys`, `values`: (kv_heads, max_length, head_dim) of the slot."""
-        q = self._prepared(normed_linear(x, by.norm, packed.qkv), by, keys, values, at, start)
-        end = start + len(x)
-        attended = attend(q, keys[:, :end], values[:, :end], by, at, start)
+        """`x`: (tokens, hidden); `cache`: keys and values (slots, kv_heads, max_length, head_dim)."""
+        q, keys, values = self._prepared(normed_linear(x, by.norm, packed.qkv), by, cache, place)
+        if place.earlier is not None:
+            keys, values = (stored[place.earlier, :, : place.start + len(x)] for stored in cache)
+        attended = attend(q, keys, values, by, place.at, place.start)
         return self._joined(x, F.linear(attended, by.out.weight, by.out.bias), by)
 
-    def _prepared(self, qkv: Tensor, by: Attention, keys: Tensor, values: Tensor, at: Tensor, start: int) -> Tensor:
-        """q (tokens, heads, head_dim), normed and rotated; k, likewise, and v are then in the cache."""
+    def _prepared(
+        self, qkv: Tensor, by: Attention, cache: tuple[Tensor, Tensor], place: _Place
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (tokens, heads, head_dim), normed and rotated, and k, likewise, and v, both (kv_heads, tokens, head_dim).
+
+        k and v are then in the cache, too.
+        """
         if self._kernels:
             from flashnorm.kernels.decode.heads import prepare_heads
             from flashnorm.runtime.decode.kernel_parts import attention_shape, qk_norm, tables
 
             q = qkv.new_empty((len(qkv), by.heads * by.head_dim))
-            prepare_heads(qkv, keys, values, start, tables(by.rope), q, attention_shape(by), qk_norm(by))
-            return q.unflatten(-1, (by.heads, by.head_dim))
+            k, v = (qkv.new_empty((by.kv_heads, len(qkv), by.head_dim)) for _ in range(2))
+            shape, norms = attention_shape(by), qk_norm(by)
+            prepare_heads(qkv, *cache, place.slot, place.start, tables(by.rope), q, shape, norms, own=(k, v))
+            return q.unflatten(-1, (by.heads, by.head_dim)), k, v
         q, k, v = qkv.unflatten(-1, (-1, by.head_dim)).split((by.heads, by.kv_heads, by.kv_heads), dim=1)
         q, k = (
-            reference.rotate(reference.norm(wide(part), norm)[None], by.rope, at[None])[0].to(qkv.dtype)
+            reference.rotate(reference.norm(wide(part), norm)[None], by.rope, place.at[None])[0].to(qkv.dtype)
             for part, norm in ((q, by.q_norm), (k, by.k_norm))
         )
-        end = start + len(qkv)
-        keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
-        return q
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        for stored, new in zip(cache, (k, v), strict=True):
+            stored[place.slot, :, place.start : place.start + len(qkv)] = new
+        return q, k, v
 
     def _joined(self, x: Tensor, branch: Tensor, by: Attention | Mlp) -> Tensor:
         if self._kernels:
@@ -82,11 +143,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, by: Attention, at: Tensor, s
     """Attention of tokens at positions `at`: `q` (tokens, heads, head_dim); returns (tokens, heads · head_dim)."""
     if by.softcap is not None:  # the library's attention has no cap
         return reference.attend(wide(q)[None], keys[None], values[None], by, at[None])[0].to(q.dtype)
-    behind = at[:, None] - torch.arange(keys.shape[1], device=q.device)
     whole = start == 0 and (by.window is None or by.window >= keys.shape[1])
-    mask = None if whole else (behind >= 0) & (behind < (by.window or keys.shape[1]))
+    mask = None
+    if not whole:
+        behind = at[:, None] - torch.arange(keys.shape[1], device=q.device)
+        mask = (behind >= 0) & (behind < (by.window or keys.shape[1]))
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
+        q[None].transpose(1, 2),
         keys[None],
         values[None],
         mask,
@@ -94,7 +157,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, by: Attention, at: Tensor, s
         scale=by.scale,
         enable_gqa=by.heads != by.kv_heads,
     )
-    return out[0].transpose(0, 1).flatten(1)
+    return out[0].transpose(0, 1).flatten(1)  # a view where the result is laid out as q is
 
 
 def activated(x: Tensor, by: Mlp, up: Linear) -> Tensor:

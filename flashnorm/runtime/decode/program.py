@@ -1,7 +1,8 @@
 """A decode program: slots in a preallocated cache, steps in buckets of rows, each step one CUDA graph where it can be.
 
 All that a step reads that changes from step to step lies in device memory: which slots take part, their lengths, the
-tokens chosen last, the sampling settings. So a captured step is replayed as it is when sequences join and leave.
+tokens chosen last, the sampling settings. So a captured step is replayed as it is when sequences join and leave. So is
+the first chunk of a prompt, whatever the slot, for all prompts of about one length.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from flashnorm.errors import CapacityError, Refusal, Unsupported
 from flashnorm.runtime.decode.cache import Cache, allocate
 from flashnorm.runtime.decode.graphs import Runner
-from flashnorm.runtime.decode.guard import running_on
+from flashnorm.runtime.decode.guard import queued, running_on
 from flashnorm.runtime.decode.packing import Packing, pack
 from flashnorm.runtime.decode.prefill import CHUNK, Prefill
 from flashnorm.runtime.decode.sampling import Sampling, SamplingTable
@@ -46,9 +47,9 @@ class Program(Slots):
     ) -> None:
         """`slots`: sequences at once; `max_length`: tokens of one, at most (default) those that the spec was read for.
 
-        `kernels`: run steps through the Triton kernels (default: on a CUDA device). `graphs`: capture them (default:
-        with kernels on a CUDA device). `one_kernel`: run steps of one sequence as one kernel, which needs a Hopper GPU
-        (default: with kernels, where that and the model allow it).
+        `kernels`: run steps through the Triton kernels (default: on a CUDA device). `graphs`: capture them, and the
+        first chunk of prompts (default: with kernels on a CUDA device). `one_kernel`: run steps of one sequence as one
+        kernel, which needs a Hopper GPU (default: with kernels, where that and the model allow it).
         `chunk`: tokens of a prompt at once. Raises `CapacityError` where the cache does not fit, `Refusal` for sizes
         that make no sense, and `Unsupported` where one kernel is asked for and cannot be.
         """
@@ -75,7 +76,7 @@ class Program(Slots):
         self._packing: Packing = pack(spec)
         table = SamplingTable(slots + 1, spec.vocabulary, spec.device)
         self._state = State(slots, spec.device, table)
-        self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk, kernels=kernels)
+        self._prefill = Prefill(spec, self._packing, self.cache, chunk=chunk, kernels=kernels, capture=capture)
         self._runner = Runner(self._make_step(kernels, one_kernel), self._state, capture=capture)
 
     @property
@@ -104,7 +105,7 @@ class Program(Slots):
                 f"a prompt of shape {tuple(tokens.shape)}; it must be one row of 1 to {self._max_length} tokens"
             )
         with running_on(self._spec.device):
-            tokens = tokens.to(self._spec.device)
+            tokens = queued(tokens, self._spec.device)
             logits = self._prefill(tokens, slot)
             self._state.start(slot, tokens, logits, sampling)
         self._lengths[slot], self._settings[slot] = len(tokens), sampling
@@ -133,6 +134,7 @@ class Program(Slots):
         """Give the model's parameters memory of their own again. Whatever is asked afterwards raises `Refusal`."""
         self._closed = True
         self._runner.close()
+        self._prefill.close()
         self._packing.undo()
 
     def _make_step(self, kernels: bool, one_kernel: bool | None) -> Step:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashnorm.errors import Refusal
+from flashnorm.runtime.decode.guard import queued
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed integer
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # the multipliers of SplitMix64
@@ -66,7 +67,8 @@ class SamplingTable:
     def set(self, slot: int, sampling: Sampling) -> None:
         """Give a slot its settings and forget the tokens that it has seen."""
         row = [sampling.temperature, sampling.top_k or self._vocabulary, sampling.top_p, sampling.min_p]
-        self._numbers[slot] = torch.tensor([*row, sampling.repetition_penalty], device=self._numbers.device)
+        numbers = torch.tensor([*row, sampling.repetition_penalty], dtype=torch.float32, device="cpu")
+        self._numbers[slot] = queued(numbers, self._numbers.device)
         self._seeds[slot] = ((sampling.seed + 2**63) % 2**64) - 2**63
         self.seen[slot] = False
 

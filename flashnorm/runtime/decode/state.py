@@ -23,7 +23,7 @@ class State:
         self._table.set(slot, sampling)
         self._table.seen[slot, tokens] = True
         self.lengths[slot] = len(tokens)
-        slots = torch.tensor([slot], device=self.lengths.device)
+        slots = self.lengths.new_full((1,), slot)
         self.chosen[slot] = self._next(logits[None], slots, self.lengths[slots], greedy=sampling.greedy)[0]
 
     def choose_instead(self, slots: tuple[int, ...], tokens: Tensor) -> None:

@@ -43,10 +43,11 @@ CASES = {
     "odd": (attention._attention_kernel, dict(HEAD_DIM=96, D=128, SPLITS=8, ROTARY=0, INTERLEAVED=False,
                                               WINDOWED=True, CAPPED=False, **NORMS, **ATTENTION)),
     "prepare": (heads._prepare_kernel, dict(HEAD_DIM=128, D=128, ROTARY=32, INTERLEAVED=False, KV_HEADS=8, GROUP=3, G=4,
-                                            **NORMS, PDL=True)),
+                                            OWN=True, **NORMS, PDL=True)),
     "begin": (begin._begin_kernel, dict(K=2880, BLOCK=1024, PDL=True)),
 }
 TYPES = dict.fromkeys(("x", "weight", "embedding", "bias", "residual", "out", "qkv", "keys", "values"), HALF)
+TYPES |= dict.fromkeys(("own_keys", "own_values"), HALF)
 TYPES |= dict.fromkeys(("gain", "cos", "sin", "q_gain", "k_gain", "partial", "statistics", "logits", "highs"), WIDE)
 TYPES |= dict.fromkeys(("slots", "positions", "indices", "chosen", "lengths", "following"), INDEX)
 TYPES |= {"arrived": "*i32"} | dict.fromkeys(("eps", "q_eps", "k_eps", "scale", "softcap", "multiplier"), "fp32")

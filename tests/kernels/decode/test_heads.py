@@ -12,7 +12,7 @@ from tests.kernels import cases
 cases.need_triton()
 from flashnorm.kernels.decode.heads import prepare_heads  # noqa: E402
 
-LENGTH, TOKENS, START = 40, 7, 5
+LENGTH, TOKENS, START, SLOTS, SLOT = 40, 7, 5, 3, 1
 PLAIN = AttentionShape(heads=4, kv_heads=2, head_dim=16, scale=0.25)
 SHAPES = [
     PLAIN,
@@ -24,6 +24,10 @@ SHAPES = [
 
 def normal(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def poisoned(like: Tensor, *sizes: int) -> Tensor:
+    return torch.full(sizes, float("nan")).to(like)
 
 
 def expected(heads: Tensor, eps: float | None, gain: Tensor | None, shape: AttentionShape, angles: Tensor) -> Expected:
@@ -41,28 +45,33 @@ def expected(heads: Tensor, eps: float | None, gain: Tensor | None, shape: Atten
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [cases.HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("normed", [False, True])
-def test_heads_are_prepared_and_nothing_else_is_written(shape, dtype, normed):
+@pytest.mark.parametrize(("normed", "kept"), [(False, True), (True, False), (True, True)])
+def test_heads_are_prepared_and_nothing_else_is_written(shape, dtype, normed, kept):
     qkv = normal(TOKENS, (shape.heads + 2 * shape.kv_heads) * shape.head_dim).to(cases.DEVICE, dtype)
     positions = torch.arange(LENGTH)[:, None] * torch.logspace(0, -3, shape.rotary or 1)
     tables = (positions.cos().to(cases.DEVICE), positions.sin().to(cases.DEVICE)) if shape.rotary else None
     gain = 1 + 0.3 * normal(shape.head_dim).to(cases.DEVICE)
     norms = QkNorm(1e-6, gain, 1e-5, None) if normed else QkNorm()
-    keys, values = (torch.full((shape.kv_heads, LENGTH, shape.head_dim), float("nan")).to(qkv) for _ in range(2))
-    out = torch.full((TOKENS, shape.heads * shape.head_dim), float("nan")).to(qkv)
-    prepare_heads(qkv, keys, values, START, tables, out, shape, norms)
+    caches = [poisoned(qkv, SLOTS, shape.kv_heads, LENGTH, shape.head_dim) for _ in range(2)]
+    own = tuple(poisoned(qkv, shape.kv_heads, TOKENS, shape.head_dim) for _ in range(2))
+    out = poisoned(qkv, TOKENS, shape.heads * shape.head_dim)
+    slot = torch.tensor([SLOT], device=cases.DEVICE)
+    prepare_heads(qkv, *caches, slot, START, tables, out, shape, norms, own=own if kept else None)
 
     q, k, v = qkv.unflatten(1, (-1, shape.head_dim)).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
     angles = positions[START : START + TOKENS].to(cases.DEVICE)
     wanted_q = expected(q, norms.q_eps, norms.q_gain, shape, angles)
     wanted_k = expected(k, norms.k_eps, norms.k_gain, shape, angles)
     written = slice(START, START + TOKENS)
+    keys, values = (cache[SLOT] for cache in caches)
     assert exceeds(out.unflatten(1, (-1, shape.head_dim)), wanted_q) <= 1
     assert exceeds(keys[:, written].transpose(0, 1), wanted_k) <= 1
     assert torch.equal(values[:, written].transpose(0, 1), v)
-    for cache in (keys, values):
-        assert cache[:, :START].isnan().all()
-        assert cache[:, START + TOKENS :].isnan().all()
+    for cache, copy in zip(caches, own, strict=True):
+        assert cache[[other for other in range(SLOTS) if other != SLOT]].isnan().all()
+        assert cache[SLOT, :, :START].isnan().all()
+        assert cache[SLOT, :, START + TOKENS :].isnan().all()
+        assert torch.equal(copy, cache[SLOT, :, written]) if kept else copy.isnan().all()
     if shape.rotary:  # a position off by one is seen
         late = expected(q, norms.q_eps, norms.q_gain, shape, positions[START + 1 : START + 1 + TOKENS].to(cases.DEVICE))
         assert exceeds(out.unflatten(1, (-1, shape.head_dim)), late) > 1

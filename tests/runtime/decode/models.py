@@ -47,6 +47,7 @@ SUPPORTED = {
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "layer_types": _LOCAL}),
     "glm4": ("Glm4Config", {"partial_rotary_factor": 0.5}),  # interleaved rotation
+    "exaone4": ("Exaone4Config", {"sliding_window": 8, "layer_types": _LOCAL}),  # QK-norm, every other layer unrotated
     "arcee": ("ArceeConfig", {}),  # a plain MLP, with a squared ReLU
 }
 

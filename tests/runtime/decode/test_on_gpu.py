@@ -186,6 +186,114 @@ def program_tokens(program: Program) -> torch.Tensor:
     return torch.stack([program.advance((0, 1, 2)) for _ in range(40)])
 
 
+def both_ways(model: nn.Module, **options: object) -> tuple[Program, Program]:
+    """A program that runs everything eagerly, and one that captures."""
+    eager, captured = (
+        Program(read_spec(model, max_length=LENGTH), slots=ROWS, graphs=graphs, **options) for graphs in (False, True)
+    )
+    return eager, captured
+
+
+def tensors_of(program: Program) -> tuple[torch.Tensor, ...]:
+    return program.cache.keys + program.cache.values
+
+
+def assert_prompts_come_out_the_same(eager: Program, captured: Program) -> None:
+    """Bitwise: logits, cache and next tokens, while slots change hands between replays of one graph."""
+    for round_, (length, slot) in enumerate(
+        [(7, 0), (40, 4), (300, 1), (5, 2), (290, 0), (LENGTH, 3), (8, 4), (300, 1)]
+    ):
+        ids = [t % 100 for t in tokens(length, seed=round_)]
+        for program in (eager, captured):
+            if slot not in program.free_slots():
+                program.free(slot)
+        assert torch.equal(eager.prefill(slot, ids), captured.prefill(slot, ids))
+        for ours, theirs in zip(tensors_of(eager), tensors_of(captured), strict=True):
+            assert torch.equal(ours[:ROWS], theirs[:ROWS])
+        if length < LENGTH:
+            assert torch.equal(eager.advance((slot,)), captured.advance((slot,)))
+
+
+@pytest.mark.parametrize("chunk", [2048, 128])
+def test_a_replayed_prompt_equals_an_eager_one_bitwise(model, chunk):
+    eager, captured = both_ways(model, chunk=chunk)
+    assert_prompts_come_out_the_same(eager, captured)
+    assert captured._prefill._first._graphs
+    assert not eager._prefill._first._graphs
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "glm4"])
+def test_a_replayed_prompt_of_any_family_equals_an_eager_one_bitwise(name):
+    half = tiny(name, torch.bfloat16, max_position_embeddings=LENGTH).cuda()
+    assert_prompts_come_out_the_same(*both_ways(half))
+
+
+@pytest.mark.parametrize("number", ["_slot", "_last"])
+def test_a_replay_in_a_wrong_slot_or_to_a_wrong_end_is_seen(model, number, monkeypatch):
+    eager, captured = both_ways(model)
+    first = captured._prefill._first
+    usual = first._fill
+
+    def fill(ids: torch.Tensor, bucket: int, slot: int) -> None:
+        usual(ids, bucket, slot)
+        getattr(first, number).copy_((getattr(first, number) - 1).clamp(min=0))
+
+    monkeypatch.setattr(first, "_fill", fill)
+    with pytest.raises(AssertionError):
+        assert_prompts_come_out_the_same(eager, captured)
+
+
+def test_a_prompt_does_not_wait_for_the_device(model):
+    program = Program(read_spec(model, max_length=LENGTH), slots=2)
+    for _ in range(2):  # the second finds the graph, and leaves pinned memory to use again
+        program.prefill(0, tokens(300))
+        program.free(0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    program.prefill(1, tokens(300))
+    assert not torch.cuda.current_stream().query()
+
+
+def test_a_prompt_that_cannot_be_captured_runs_eagerly(model):
+    eager, captured = both_ways(model)
+    first = captured._prefill._first
+    usual = first._forward
+
+    def too_large(*arguments: torch.Tensor) -> torch.Tensor:
+        answer = usual(*arguments)
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("planted")
+        return answer
+
+    first._forward = too_large
+    ids = [t % 100 for t in tokens(100)]
+    stream = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="run without a CUDA graph, since capturing one failed: planted"):
+        answer = captured.prefill(0, ids)
+    assert torch.cuda.current_stream() == stream
+    assert torch.equal(answer, eager.prefill(0, ids))
+    assert torch.equal(captured.prefill(1, ids), eager.prefill(1, ids))
+    for active in ((0,), (1, 0)):
+        assert torch.equal(eager.advance(active), captured.advance(active))
+
+
+def test_graphs_of_prompts_hold_what_the_longest_takes(model):
+    kept = Program(read_spec(model, max_length=2048), slots=1)  # the joined weights are there before and after
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    program = Program(read_spec(model, max_length=2048), slots=1)
+    for length in (5, 100, 200, 500, 700, 1000, 1400, 2000, 700, 100):
+        program.prefill(0, tokens(length))
+        program.free(0)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert set(program._prefill._first._graphs) == {2048, 768, 128}
+    assert torch.cuda.memory_reserved() - before <= program.cache.nbytes + 300 * 2**20
+    kept.close()
+
+
 def test_memory_is_the_cache_and_little_else(model):
     filled(model).close()  # the model's weights lie by themselves, whatever the tests before left
     gc.collect()
