@@ -2,8 +2,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +18,7 @@ from flashnorm.checkpoint.plan import FoldPlan, Scale, TensorEdit
 from flashnorm.checkpoint.source import open_source
 from flashnorm.errors import CheckpointError, OutputError
 from tests.checkpoint.tiny import LAYERS, READERS, hand_plan, random_weights, tree, write_checkpoint
+from tests.peak import marks
 
 INDEX = "model.safetensors.index.json"
 GAINS = [f"layers.{index}.norm.weight" for index in range(LAYERS)]
@@ -236,21 +235,19 @@ def test_loaders_that_take_every_safetensors_file_find_no_gains(tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
 
 
-MEMORY = """
-import sys
+IMPORTS = """
 from pathlib import Path
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 import torch
 from flashnorm.checkpoint.apply import apply_plan
 from flashnorm.checkpoint.source import open_source
 from tests.checkpoint.tiny import hand_plan
-before = peak()
+"""
+FOLD = """
 source = open_source(sys.argv[1])
 apply_plan(source, hand_plan(source), Path(sys.argv[2]), quiet=True, workers=2)
-print(peak() - before)
+mark()
 source.read("large.weight")
-print(peak() - before)
+mark()
 """
 
 
@@ -260,9 +257,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     folder = write_checkpoint(tmp_path / "source", weights, shards=2)
     # Two workers with three pairs of 4 MiB buffers and scratch each: 54 MiB; the rest is the allocators' own.
     limit = 100 * 2**20
-    command = [sys.executable, "-c", MEMORY, folder, tmp_path / "out"]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    streamed, read_whole = map(int, run.stdout.split())
+    streamed, read_whole = marks(IMPORTS, FOLD, folder, tmp_path / "out")
     assert streamed < limit
     assert read_whole > limit  # so that the measure is known to see it
 
