@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flashnorm.bench.limits import Ceilings, measure_ceilings
-from flashnorm.bench.op import BARE, OURS, REPEATS, ROWS, WEIGHTS
+from flashnorm.bench.op import BARE, REPEATS, ROWS, WEIGHTS
+from flashnorm.bench.timed import OURS, TimedRow, checked_error
 from flashnorm.errors import CheckFailed, DeviceError
-from flashnorm.kernels.bounds import exceeds
 from flashnorm.kernels.codes import LARGEST, quantize_rows, quantize_weight
-from flashnorm.kernels.timing import COLD_BYTES, Timing, time_side_by_side
+from flashnorm.kernels.timing import COLD_BYTES, time_side_by_side
 from flashnorm.kernels.tuning import EPS, Shape
 from flashnorm.kernels.w8a8_bounds import codes_exceed, expected_rms_linear_w8a8, quotients_exceed
 from flashnorm.kernels.w8a8_ops import rms_linear_w8a8
@@ -50,19 +50,8 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One shape: the worst error of our output in units of its bound, every timing, and the limit, in microseconds."""
-
-    m: int
-    k: int
-    n: int
-    error: float
-    timings: dict[str, Timing]
-    limit: float
-
-    @property
-    def ours(self) -> float:
-        return self.timings[OURS].median
+class Row(TimedRow):
+    """Against the fused baseline."""
 
     @property
     def fused(self) -> float:
@@ -247,11 +236,6 @@ def _error(shape: Shape, name: str, call: _Call, operands: Operands) -> float:
     far = codes_exceed(x, codes) if static is None else quotients_exceed(_normed(x) / static, codes, 2.0**-20)
     if not far <= 1:
         raise CheckFailed(f"codes of {name} for {shape} are wrong: {far:.3g} half steps from the quotient")
-    operands.out[0].fill_(float("nan"))
-    call(0)
     weight = operands.weight[0], operands.weight_scale[0]
     expected = expected_rms_linear_w8a8(x, codes, *weight, EPS, matrix_units=x.is_cuda, row_scale=static)
-    error = exceeds(operands.out[0], expected)
-    if not error <= 1:
-        raise CheckFailed(f"{name} is wrong for {shape}: its error is {error:.3g} times the bound")
-    return error
+    return checked_error(f"{name} for {shape}", call, operands.out[0], expected)

@@ -14,47 +14,28 @@ import torch
 
 from flashnorm.bench.baselines import BARE, Baseline, baselines
 from flashnorm.bench.limits import Ceilings
-from flashnorm.errors import CheckFailed
-from flashnorm.kernels.bounds import exceeds
+from flashnorm.bench.timed import OURS, TimedRow, checked_error
 from flashnorm.kernels.configs import Config
 from flashnorm.kernels.dispatch import choose, problem_of
 from flashnorm.kernels.gated_ops import rms_swiglu_linear
 from flashnorm.kernels.ops import rms_linear
-from flashnorm.kernels.timing import ColdOperands, Timing, cold_operands, time_side_by_side
+from flashnorm.kernels.timing import cold_operands, time_side_by_side
 from flashnorm.kernels.tuning import EPS, Shape, expected
 
 WEIGHTS = ((576, 960), (2048, 3072), (4096, 6144))
 WIDE = (4096, 28672)  # read by one row only: the figure asked there is bandwidth
 GATED = ((2048, 8192), (4096, 14336))  # K and outputs; the weight has twice as many rows
 ROWS = (1, 16, 64, 256, 1024, 4096)
-OURS = "flashnorm"
 REPEATS = 30
 _DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Row:
-    """One shape: what ran, how far its worst output lay from fp64 in units of the bound, every timing, the limit.
+class Row(TimedRow):
+    """Also what ran. With an `activation` the weight has 2n rows."""
 
-    `n`: outputs; with an `activation` the weight has 2n rows.
-    """
-
-    m: int
-    k: int
-    n: int
     activation: str | None
     config: Config
-    error: float
-    timings: dict[str, Timing]
-    limit: float
-
-    @property
-    def ours(self) -> float:
-        return self.timings[OURS].median
-
-    @property
-    def bare(self) -> float:
-        return self.timings[BARE].median
 
     @property
     def best_baseline(self) -> str:
@@ -123,20 +104,9 @@ def _measure_row(shape: Shape, contenders: dict[str, Baseline], ceilings: Ceilin
         return rms_swiglu_linear(x, weight, EPS, activation=shape.activation, static_weight=True, out=out)
 
     config = choose(problem_of(operands.x[0], operands.weight[0], None, outs[0], activation=shape.activation), device)
-    error = _error(shape, config, ours, operands, outs[0])
+    right = expected(shape, config, operands.x[0], operands.weight[0])
+    error = checked_error(f"{config} for {shape}", ours, outs[0], right)
     calls: dict[str, Callable[[int], object]] = {name: partial(theirs, call) for name, call in contenders.items()}
     timings = time_side_by_side({**calls, OURS: ours}, len(operands), REPEATS)
     limit = ceilings.limit(shape.m, shape.k, shape.rows, _DTYPE.itemsize)
-    return Row(shape.m, shape.k, shape.n, shape.activation, config, error, timings, limit)
-
-
-def _error(
-    shape: Shape, config: Config, ours: Callable[[int], object], operands: ColdOperands, out: torch.Tensor
-) -> float:
-    """The worst error of our result, into a poisoned buffer, in units of its bound; nothing wrong is timed."""
-    out.fill_(float("nan"))
-    ours(0)
-    error = exceeds(out, expected(shape, config, operands.x[0], operands.weight[0]))
-    if not error <= 1:
-        raise CheckFailed(f"{shape} with {config} is wrong: its error is {error:.3g} times the bound")
-    return error
+    return Row(shape.m, shape.k, shape.n, error, timings, limit, shape.activation, config)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashnorm.cli import bench_e2e, bench_fp8
+from flashnorm.cli.bench_options import Commit, RecordFile, gpu
 from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
 
 if TYPE_CHECKING:
@@ -22,32 +22,24 @@ app.command("fp8")(bench_fp8.command)
 
 @app.command("op")
 def op(
-    output: Annotated[
-        Path | None, typer.Option("--record", help="Write the record, with every sample, to this file.")
-    ] = None,
+    output: RecordFile = None,
     compiled: Annotated[
         bool, typer.Option("--compiled/--no-compiled", help="Include torch.compile, minutes of tuning.")
     ] = True,
     gated: Annotated[
         bool, typer.Option("--gated", help="Measure the norm, gate and up projections and SwiGLU instead.")
     ] = False,
-    commit: Annotated[
-        str | None, typer.Option("--commit", help="The commit to name in the record, where git cannot say.")
-    ] = None,
+    commit: Commit = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Time the deferred norm against every norm-then-linear that is installed."""
-    import torch
 
     from flashnorm.bench.limits import measure_ceilings
     from flashnorm.bench.op import gated_shapes, linear_shapes, measure, summarise
     from flashnorm.bench.record import op_record, provenance, write
-    from flashnorm.errors import DeviceError
 
-    if not torch.cuda.is_available():
-        raise DeviceError("this benchmark needs a CUDA GPU and none was found")
-    device = torch.device("cuda", 0)
+    device = gpu()
     ceilings = measure_ceilings(device)
     command = "flashnorm bench op" + (" --gated" if gated else "") + ("" if compiled else " --no-compiled")
     source = provenance(device, command, commit)
@@ -56,7 +48,7 @@ def op(
         rows.append(row)
         if not quiet:
             say("bench op", f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, best baseline {row.best:.2f} us")
-        if output is not None:  # after every row: a run takes minutes, and what was measured should outlive it
+        if output is not None:
             write(op_record(rows, ceilings, source), output)
     record = op_record(rows, ceilings, source)
     if as_json:
@@ -65,7 +57,7 @@ def op(
     console().print(_table(rows))
     summary = summarise(rows)
     typer.echo(
-        f"{torch.cuda.get_device_name(device)}: faster than the best baseline, beyond the spread, in {summary.won} of "
+        f"{source['device']}: faster than the best baseline, beyond the spread, in {summary.won} of "
         f"{summary.rows}; geometric mean of time over best baseline {summary.ratio:.3f}; not slower than the linear "
         f"alone in {summary.free}."
     )

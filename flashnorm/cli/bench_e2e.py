@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashnorm.cli.bench_options import Commit, gpu
 from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def command(
     tuned: Annotated[
         bool, typer.Option("--tuned", help="Tune the gpt-fast recipe's kernels as well, minutes for each row.")
     ] = False,
-    commit: Annotated[
-        str | None, typer.Option("--commit", help="The commit to name in the record, where git cannot say.")
-    ] = None,
+    commit: Commit = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -43,14 +42,12 @@ def command(
     from flashnorm.bench.e2e.rows import choose_rows
     from flashnorm.bench.limits import measure_ceilings
     from flashnorm.bench.record import provenance, write
-    from flashnorm.errors import CheckFailed, DeviceError, Refusal
+    from flashnorm.errors import CheckFailed, Refusal
 
     chosen = choose_rows(rows or [])
     if tuned and not compiled:
         raise Refusal("--tuned tunes what --no-compiled leaves out; give one of them")
-    if not torch.cuda.is_available():
-        raise DeviceError("this benchmark needs a CUDA GPU and none was found")
-    device = torch.device("cuda", 0)
+    device = gpu()
     source = provenance(device, _command(rows or [], compiled, tuned), commit)
     done = [] if output is None else rows_to_keep(output, source)
     ceilings = measure_ceilings(device)

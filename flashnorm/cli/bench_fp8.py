@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashnorm.cli.bench_options import Commit, RecordFile, gpu
 from flashnorm.cli.options import AsJson, Quiet, console, print_json, say
 
 if TYPE_CHECKING:
@@ -14,29 +14,21 @@ if TYPE_CHECKING:
 
 
 def command(
-    output: Annotated[
-        Path | None, typer.Option("--record", help="Write the record, with every sample, to this file.")
-    ] = None,
+    output: RecordFile = None,
     static: Annotated[
         bool, typer.Option("--static", help="Also FlashInfer's fused kernel with a static scale; it is compiled first.")
     ] = False,
-    commit: Annotated[
-        str | None, typer.Option("--commit", help="The commit to name in the record, where git cannot say.")
-    ] = None,
+    commit: Commit = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Time RMSNorm then linear in e4m3, with the norm in a scale, against a fused norm and quantisation."""
-    import torch
 
     from flashnorm.bench.fp8 import contenders, fp8_ceilings, launched, measure, operands_of, require_fp8, shapes
     from flashnorm.bench.fp8_record import fp8_record, summary_sentence
     from flashnorm.bench.record import provenance, write
-    from flashnorm.errors import DeviceError
 
-    if not torch.cuda.is_available():
-        raise DeviceError("this benchmark needs a CUDA GPU and none was found")
-    device = torch.device("cuda", 0)
+    device = gpu()
     require_fp8(device)
     ceilings = fp8_ceilings(device)
     source = provenance(device, "flashnorm bench fp8" + (" --static" if static else ""), commit)
@@ -46,7 +38,7 @@ def command(
         rows.append(row)
         if not quiet:
             say("bench fp8", f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, fused {row.fused:.2f} us")
-        if output is not None:  # after every row: what was measured should outlive the run
+        if output is not None:
             write(fp8_record(rows, ceilings, kernels, source), output)
     calls = contenders(operands_of(shapes()[-2], device), static=static)
     kernels = {name: launched(call) for name, call in calls.items()}  # last: a profiler slows what follows it

@@ -9,7 +9,8 @@ from torch import nn
 
 from flashnorm.algebra import least_channels
 from flashnorm.sites.ownership import Ownership
-from flashnorm.sites.probing import is_candidate, probe
+from flashnorm.sites.probe_cache import ProbeCache
+from flashnorm.sites.probing import is_candidate
 from flashnorm.sites.tracing import Trace
 from flashnorm.sites.types import Blocker, Consumer, Site
 from flashnorm.sites.weights import Usage
@@ -23,19 +24,19 @@ def assemble(trace: Trace) -> list[Site]:
     sites = []
     for name, module in trace.model.named_modules():
         if name not in trace.probes:
-            sites += _unreached(name, module) if name not in trace.called else []
+            sites += _unreached(name, module, trace.cache) if name not in trace.called else []
         elif trace.gain_of[name] == name:
             sites.append(_site(trace, owners, name, readers[name], unseen))
     return sites
 
 
-def _unreached(name: str, module: nn.Module) -> list[Site]:
+def _unreached(name: str, module: nn.Module, cache: ProbeCache) -> list[Site]:
     """A norm that the model did not run: listed, never folded, since nobody saw who reads it."""
     own = dict(module.named_parameters(recurse=False))
     if not own or not is_candidate(module):
         return []
     gain = next(iter(own.values()))
-    found = probe(module, (torch.zeros(1, 2, *gain.shape),), {})
+    found = cache.probe(module, (torch.zeros(1, 2, *gain.shape),), {})
     if found is None or found.weight is None:
         return []
     blocker = Blocker("unreached", "", name, "the trace never ran it, so its readers are not known")

@@ -13,6 +13,7 @@ from flashnorm.sites.assemble import assemble
 from flashnorm.sites.build import hollow_model, read_config
 from flashnorm.sites.hollow import hollow_copy, hollow_inputs
 from flashnorm.sites.inputs import Run, main_runs, one_row, part_runs
+from flashnorm.sites.probe_cache import ProbeCache
 from flashnorm.sites.tracing import Trace, can_run, trace
 from flashnorm.sites.tying import untie_head
 from flashnorm.sites.types import Site
@@ -89,15 +90,16 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None, live: n
     """
     if inputs is not None:
         return trace(hollow, [Run(hollow_inputs(inputs))], live)
+    cache = ProbeCache()
     runs = _first_that_runs(hollow, _TOKEN_LADDER[0])
     alone = False  # whether the model takes one row at a time
     try:
-        record = trace(hollow, runs, live)
+        record = trace(hollow, runs, live, cache)
     except TracingError:
         runs, alone = [one_row(run) for run in runs], True
         if not can_run(hollow, runs[0]):
             raise
-        record = trace(hollow, runs, live)
+        record = trace(hollow, runs, live, cache)
     for tokens in _TOKEN_LADDER[1:]:
         longer = _first_that_runs(hollow, tokens) if _unseen(record) else []
         longer = [one_row(run) for run in longer] if alone else longer
@@ -105,9 +107,9 @@ def trace_fully(hollow: nn.Module, inputs: dict[str, Any] | None = None, live: n
         if not longer or not can_run(hollow, longer[0]):
             break
         runs = longer
-        record = trace(hollow, runs, live)
+        record = trace(hollow, runs, live, cache)
     parts = [run for run in part_runs(hollow, record.called) if can_run(hollow, run)]
-    return trace(hollow, [*runs, *parts], live) if parts else record
+    return trace(hollow, [*runs, *parts], live, cache) if parts else record
 
 
 def _first_that_runs(hollow: nn.Module, tokens: int) -> list[Run]:

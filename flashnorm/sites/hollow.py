@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from flashnorm.errors import TracingError
 from flashnorm.sites.weights import Place, place
@@ -130,7 +131,6 @@ class HollowMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pool = torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(0))
         self._next = 0
 
     def __torch_dispatch__(
@@ -140,11 +140,11 @@ class HollowMode(TorchDispatchMode):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`; a result that any real activation had a part in is real."""
-        if not tree_any(is_hollow, (args, kwargs)):
+        tensors = tensors_in(args, kwargs)
+        if not any(map(is_hollow, tensors)):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1  # a value read off a hollow weight: nothing in a model's structure may depend on it
-        tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         if all(is_hollow(t) for t in tensors) or _gathers_weight(func, args):
             return func(*_to_meta(args), **_to_meta(kwargs))
         if func.overloadpacket is torch.ops.aten._grouped_mm:
@@ -157,6 +157,10 @@ class HollowMode(TorchDispatchMode):
         if written:
             return written[0] if len(written) == 1 else tuple(written)
         return tree_map(lambda t: self._values(t) if isinstance(t, torch.Tensor) else t, result)
+
+    @cached_property
+    def _pool(self) -> torch.Tensor:
+        return torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(0))
 
     def _values(self, like: torch.Tensor) -> torch.Tensor:
         """A real tensor of the shape and dtype of `like`, filled from the pool."""
@@ -174,6 +178,17 @@ class HollowMode(TorchDispatchMode):
 def _grouped_product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The shape and dtype of a grouped product (tokens, k) by (experts, k, n); its meta kernel takes bfloat16 only."""
     return torch.empty(x.shape[0], weights.shape[-1], dtype=x.dtype, device="meta")
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation: such arguments are a tensor or a list of tensors."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found
 
 
 def is_hollow(value: Any) -> bool:

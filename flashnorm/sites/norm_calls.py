@@ -34,14 +34,14 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def watch(model: nn.Module, watcher: Watcher) -> Iterator[None]:
+def watch(model: nn.Module, watcher: Watcher, cache: ProbeCache) -> Iterator[None]:
     """Inside, every call of a module of `model` is told to `watcher`.
 
     A norm begins behind the forward pre-hooks that the model has hung on it, and ends before its forward hooks: what
-    those compute is followed like everything else outside of norms.
+    those compute is followed like everything else outside of norms. `cache`: what experiments have shown before.
     """
     names = {module: name for name, module in model.named_modules()}
-    norms = _Norms(names, watcher)
+    norms = _Norms(names, watcher, cache)
 
     def enter(module: nn.Module, args: Any) -> None:
         watcher.enter_module(names[module])
@@ -49,12 +49,24 @@ def watch(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         watcher.leave_module()
 
+    # Most modules are no norms, and to step aside takes its time. Functions, not methods: a copy of a module, on which
+    # an experiment is made, copies the hooks with all that they are bound to.
+    enter_aside, leave_aside = aside(norms.enter), aside(norms.leave)
+
+    def enter_norm(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if norms.may_be_one(module):
+            enter_aside(module, args, kwargs)
+
+    def leave_norm(module: nn.Module, args: Any, output: Any) -> None:
+        if norms.is_one(module):
+            leave_aside(module, output)
+
     handles: list[Any] = []
     for module in names:
-        handles.append(module.register_forward_pre_hook(aside(enter), prepend=True))
-        handles.append(module.register_forward_pre_hook(aside(norms.enter), with_kwargs=True))
-        handles.append(module.register_forward_hook(aside(norms.leave), prepend=True))
-        handles.append(module.register_forward_hook(aside(leave)))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_pre_hook(enter_norm, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave_norm, prepend=True))
+        handles.append(module.register_forward_hook(leave))
     try:
         yield
     finally:
@@ -75,12 +87,19 @@ def aside(hook: Callable[..., None]) -> Callable[..., None]:
 class _Norms:
     """Which modules are norms, by experiments with the arguments they are called with."""
 
-    def __init__(self, names: dict[nn.Module, str], watcher: Watcher) -> None:
-        self._names, self._watcher, self._cache = names, watcher, ProbeCache()
+    def __init__(self, names: dict[nn.Module, str], watcher: Watcher, cache: ProbeCache) -> None:
+        self._names, self._watcher, self._cache = names, watcher, cache
         self._candidates: dict[nn.Module, bool] = {}
         self._found: dict[nn.Module, NormProbe] = {}
         self._kinds: dict[nn.Module, set[Hashable]] = defaultdict(set)  # the kinds of call that were tried
         self._hooked = {module for module in names if module._forward_hooks or module._forward_pre_hooks}
+
+    def may_be_one(self, module: nn.Module) -> bool:
+        """Whether `enter` has anything to do."""
+        return self._candidates.get(module, True)
+
+    def is_one(self, module: nn.Module) -> bool:
+        return module in self._found
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in self._candidates:
@@ -90,9 +109,8 @@ class _Norms:
         if module in self._found:
             self._watcher.enter_norm(self._names[module], (args, kwargs))
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self._found:
-            self._watcher.leave_norm(self._names[module], output)
+    def leave(self, module: nn.Module, output: Any) -> None:
+        self._watcher.leave_norm(self._names[module], output)
 
     def _try(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The experiment, for every kind of call: the norm of one may be another norm, or none, in the next."""

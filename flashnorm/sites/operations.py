@@ -64,6 +64,36 @@ class Call:
         return torch.zeros((), dtype=torch.int32).expand(value.shape)
 
 
+@dataclass(frozen=True)
+class Executed:
+    """An operation that has run. `base`: its name, without the underscore of those that write in place; `tensors`: all
+    that are among its arguments."""
+
+    func: Any
+    base: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
+    result: Any
+
+    @property
+    def moves_nothing(self) -> bool:
+        """The result shares the storage of an input and nothing was written: its shadow is there already."""
+        if self.base in ("set", "lift_fresh"):
+            return self.base == "set"
+        if self.func._schema.is_mutable:
+            return False
+        out = next(results(self.result), None)
+        if out is None:
+            return False
+        key = out.untyped_storage()._cdata
+        return any(t.untyped_storage()._cdata == key for t in self.tensors)
+
+    def call(self, context: Context) -> Call:
+        """What a rule is asked."""
+        return Call(self.func, self.args, self.kwargs, self.result, context)
+
+
 Rule = Callable[[Call], Any]  # -> shadow(s) of the result(s): a tensor, a list of tensors, or None for plain data
 RULES: dict[str, Rule] = {}
 

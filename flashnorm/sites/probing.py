@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flashnorm.sites.types import EpsilonPlacement, GainConvention, MultiplyOrder
 
@@ -92,7 +92,7 @@ class _Experiment:
             if name not in self.parameters:
                 parameter.data.fill_(_SLOPE)  # a tanh of slope zero would show nothing
         self.width = width = math.prod(trailing)
-        self.afresh = False  # every call is the first one of a new copy
+        self.afresh = True  # every call is the first one of a new copy, of one position
         self._call, self._lead, self._trailing = call, lead, trailing
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator)
@@ -109,18 +109,16 @@ class _Experiment:
         if any(p.shape != trailing for p in own) or shape[len(shape) - len(trailing) :] != trailing:
             return None
 
+        leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+        first, *others = (i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point())
+
         def call(copied: nn.Module, x: torch.Tensor, gate: float) -> torch.Tensor:
-            first = True
-
-            def substitute(leaf: Any) -> Any:
-                nonlocal first
-                if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
-                    return leaf
-                value = x if first else torch.full_like(x, gate)
-                first = False
-                return value
-
-            out = copied(*tree_map(substitute, tuple(args)), **tree_map(substitute, dict(kwargs)))
+            own = list(leaves)
+            own[first] = x
+            for other in others:
+                own[other] = torch.full_like(x, gate)
+            positional, named = tree_unflatten(own, structure)
+            out = copied(*positional, **named)
             if not isinstance(out, torch.Tensor) or out.numel() != x.numel():
                 raise ValueError("not one tensor of the input's shape")
             return out
@@ -137,15 +135,18 @@ class _Experiment:
     ) -> torch.Tensor:
         """Outputs (rows, width) for inputs (rows, width), with the named parameters set to the given values.
 
-        Every row is a call of its own, on one position.
+        Every row is a call of its own, on one position, until `_irregularity` has found calls and positions to be
+        alike; then each call takes as many as the model's own, which is what they were found to be alike in.
         """
         self.module.to(dtype)
         alone = (1,) * len(self._lead)
+        together = 1 if self.afresh or not alone else max(1, self._lead[-1])
         with torch.no_grad():
             self._set(values)
-            rows = [row.view(*alone, *self._trailing) for row in x.to(dtype, copy=True)]  # a norm may work in place
-            outputs = [self._call(copy.deepcopy(self.module) if self.afresh else self.module, r, gate) for r in rows]
-            return torch.stack([out.reshape(-1) for out in outputs]).to(torch.float64)
+            parts = x.to(dtype, copy=True).split(together)  # a norm may work in place
+            calls = [part.view(*alone[1:], *([len(part)] if alone else []), *self._trailing) for part in parts]
+            outputs = [self._call(copy.deepcopy(self.module) if self.afresh else self.module, c, gate) for c in calls]
+            return torch.cat([out.reshape(-1, self.width) for out in outputs]).to(torch.float64)
 
     def calls(self, values: Mapping[str, float | torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Inputs (positions, width) at as many positions as the model's own call has, and at least two; outputs
@@ -178,7 +179,6 @@ def _irregularity(e: _Experiment) -> str | None:
     values = dict.fromkeys(e.parameters, e.gain)
     try:
         x, outputs = e.calls(values)
-        e.afresh = True
         alone = e.run(e.x, values)[torch.arange(len(x)) % _ROWS]
     except _REFUSALS as error:
         return f"it could not be tried on several positions: {error}"

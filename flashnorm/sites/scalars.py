@@ -21,22 +21,20 @@ from flashnorm.sites.arrangement import Arrangement, arrangement_of
 from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS, attended
 from flashnorm.sites.inputs import Run
+from flashnorm.sites.layer import Layer
 from flashnorm.sites.norm_calls import aside
-from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results, same_elements
+from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Executed, same_elements
 from flashnorm.sites.powers import degree_of, exponent_of, multiplied, named, raised
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.scalar_record import Absorbed, Members, ScalarTrace, Stopped, unite
 from flashnorm.sites.scalar_rules import REASONS, product
 from flashnorm.sites.shadow import Conflict, Numbering, Shadows, constant_along, distinct, same_gains, tagged
-from flashnorm.sites.tracing import ALWAYS, OF_NUMBERS, Follower, Trace, is_view, make_runs
-from flashnorm.sites.weights import Ledger, Located, Read
+from flashnorm.sites.tracing import Follower, Trace, asks_always, judged, make_runs, write
 
 
 def trace_scalars(model: nn.Module, runs: tuple[Run, ...], live: nn.Module | None = None) -> ScalarTrace:
     """Make every call of `runs` on a hollow model. `live`: as for `tracing.trace`. Raises `TracingError`."""
-    originals = live.named_parameters() if live is not None else ()
-    record = Trace(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
-    mode = ScalarFollower(record)
+    mode = ScalarFollower(Trace.of(model, live))
     with _arguments_told(model, mode):
         make_runs(model, mode, runs)
     return mode.found
@@ -61,35 +59,13 @@ def _told(tell: Callable[..., None], name: str) -> Callable[..., None]:
     return aside(lambda module, *what: tell(name, *what))
 
 
-class _Layer:
-    """One of the two sets of shadows, as the rules of `operations` see it."""
-
-    def __init__(self, follower: ScalarFollower, shadows: Shadows) -> None:
-        self.shadows, self._follower = shadows, follower
-
-    @property
-    def number_read(self) -> bool:
-        return self._follower.number_read
-
-    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self.shadows.get(tensor)
-
-    def locate(self, tensor: torch.Tensor) -> Located | None:
-        return self._follower.locate(tensor)
-
-    def read(self, located: Located, dim: int, codes: torch.Tensor, read: Read) -> bool:
-        raise AssertionError("products have rules of their own here")
-
-    def read_as(self, op: str, bias: torch.Tensor | None, pure: bool) -> Read:
-        raise AssertionError("products have rules of their own here")
-
-
 class ScalarFollower(Follower):
     """`shadows` hold tokens, `origins` hold channels of readers; both are of one shape and move together."""
 
     def __init__(self, record: Trace) -> None:
         super().__init__(record)
         self.origins = Shadows()
+        self._token_layer, self._origin_layer = Layer(self, self.shadows.get), Layer(self, self.origins.get)
         self.found = ScalarTrace(record.model, record.probes, record.called)
         self._channels = Numbering()
         self._merged: dict[str, Members] = {}  # name of a code that stands for many channels -> those
@@ -100,29 +76,21 @@ class ScalarFollower(Follower):
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def _follow(
-        self,
-        func: Any,
-        base: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        result: Any,
-    ) -> None:
-        if base == "set" or (base != "lift_fresh" and is_view(tensors, result, func)):
+    def _follow(self, done: Executed) -> None:
+        base, result = done.base, done.result
+        if done.moves_nothing:
             return
-        carrying = self._carrying(tensors, base)
-        self._account_for_weights(base, args, tensors, result)
+        carrying = self._carrying(done.tensors, base)
+        self._account_for_weights(done)
         if base in VALUE_FREE:
             return
-        number = isinstance(result, torch.Tensor) and result.ndim == 0 and base in OF_NUMBERS
-        if not (carrying or number or base in ALWAYS):
+        if not (carrying or asks_always(done)):
             self._put(result, None, None)
             return
         tokens, origins = None, None
         try:
-            tokens = self._tokens(base, func, args, kwargs, result, carrying)
-            origins = self._origins(base, func, args, kwargs, result, carrying, tokens)
+            tokens = self._tokens(done, carrying)
+            origins = self._origins(done, carrying, tokens)
             if tokens is not None and PRODUCTS.get(base) is not None:  # what the product gives is charged with its bias
                 self._put(result, tokens, origins)
                 raise Blocked("bias", "a bias is added to it")
@@ -134,16 +102,8 @@ class ScalarFollower(Follower):
             tokens = None
         self._put(result, tokens, origins)
 
-    def _tokens(
-        self,
-        base: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        carrying: list[torch.Tensor],
-    ) -> Any:
-        call = Call(func, args, kwargs, result, _Layer(self, self.shadows))
+    def _tokens(self, done: Executed, carrying: list[torch.Tensor]) -> Any:
+        base, call = done.base, done.call(self._token_layer)
         if base in PRODUCTS:
             return product(base, call)
         exponent = exponent_of(base, call)
@@ -160,20 +120,12 @@ class ScalarFollower(Follower):
             raise Blocked("non-linear", f"the operation {base} is not homogeneous in it")
         return rule(call)
 
-    def _origins(
-        self,
-        base: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        carrying: list[torch.Tensor],
-        tokens: Any,
-    ) -> Any:
+    def _origins(self, done: Executed, carrying: list[torch.Tensor], tokens: Any) -> Any:
+        base, args = done.base, done.args
         if base in PRODUCTS:
-            return self._read(args[1:] if PRODUCTS[base] is not None else args, result, carrying)
+            return self._read(args[1:] if PRODUCTS[base] is not None else args, done.result, carrying)
         try:
-            return RULES.get(base, same_elements)(Call(func, args, kwargs, result, _Layer(self, self.origins)))
+            return RULES.get(base, same_elements)(done.call(self._origin_layer))
         except (Blocked, Conflict):  # a sum over channels of one token, say: what comes out is of all of them
             code = self._code_of(self._members(carrying))
             parts = tokens if isinstance(tokens, (list, tuple)) else [tokens]
@@ -203,23 +155,11 @@ class ScalarFollower(Follower):
         return codes[start : start + step * result.shape[-1] : step].expand(result.shape)
 
     def _put(self, result: Any, tokens: Any, origins: Any) -> None:
-        for shadows, codes in ((self.shadows, tokens), (self.origins, origins if tokens is not None else None)):
-            parts = list(codes) if isinstance(codes, (tuple, list)) else [codes]
-            for position, tensor in enumerate(results(result)):
-                part = parts[position] if position < len(parts) else None
-                plain = torch.zeros((), dtype=torch.int32).expand(tensor.shape)
-                with suppress(Conflict):
-                    shadows.put(tensor, plain if part is None else part.expand(tensor.shape))
+        write(self.shadows, result, tokens)
+        write(self.origins, result, origins if tokens is not None else None)
 
-    def _carrying(self, tensors: list[torch.Tensor], base: str) -> list[torch.Tensor]:
-        carrying = []
-        for tensor in tensors:
-            try:
-                if tagged(self.shadows.get(tensor)):
-                    carrying.append(tensor)
-            except Conflict as conflict:
-                self._stop([tensor], str(conflict), base)
-        return carrying
+    def _recast(self, tensor: torch.Tensor, base: str, detail: str) -> None:
+        self._stop([tensor], detail, base)
 
     # --- what is found ----------------------------------------------------------------------------------------------
 
@@ -372,9 +312,7 @@ class ScalarFollower(Follower):
 
     def _follow_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
         self._stop(self._carrying(self.interior.hidden(tensors), base), "it is used inside of another norm", base)
-        for name in self.interior.follow(base, tensors, results(result)):
-            if name in self.record.ledger.usage:
-                self.record.ledger.use(name, base, self.where())
+        self._use_inside(base, tensors, result)
 
     def irregular(self, norm: str, detail: str, op: str = "") -> None:
         self.found.irregular[norm] = detail
@@ -384,10 +322,7 @@ class ScalarFollower(Follower):
             self._stop(self._carrying([tensor], op), "its values are taken out of PyTorch", op)
 
     def leave_model(self, output: Any) -> None:
-        if isinstance(output, dict):
-            output = output["logits"] if "logits" in output else list(output.values())
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-        self._stop(self._carrying(tensors, "return"), "it is an output of the model", "return", "the model")
+        self._stop(self._carrying(judged(output), "return"), "it is an output of the model", "return", "the model")
 
 
 def _not_absorbing(found: NormProbe, x: torch.Tensor) -> str | None:

@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_flatten
 from flashnorm.errors import TracingError
 from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.exits import Exits
-from flashnorm.sites.hollow import HollowMode
+from flashnorm.sites.hollow import HollowMode, tensors_in
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.interior import Interior
 from flashnorm.sites.location import model_line
 from flashnorm.sites.norm_calls import watch
-from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Call, results
+from flashnorm.sites.operations import RULES, VALUE_FREE, Blocked, Executed, results
+from flashnorm.sites.probe_cache import ProbeCache
 from flashnorm.sites.probing import NormProbe
 from flashnorm.sites.shadow import ZERO, Conflict, Numbering, Shadows, tagged
 from flashnorm.sites.types import Blocker
@@ -42,6 +43,15 @@ class Trace:
     blockers: dict[str, list[Blocker]] = field(default_factory=lambda: defaultdict(list))
     operations: list[str] = field(default_factory=list)  # every aten operation, in order
     runs: tuple[Run, ...] = ()  # the calls that were made
+    cache: ProbeCache = field(default_factory=ProbeCache)  # what experiments with norms have shown
+
+    @classmethod
+    def of(cls, model: nn.Module, live: nn.Module | None, cache: ProbeCache | None = None) -> Trace:
+        """Of `model`, before any run. `live`, `cache`: as for `trace`."""
+        originals = live.named_parameters() if live is not None else ()
+        record = cls(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
+        record.cache = cache or record.cache
+        return record
 
     def block(self, codes: torch.Tensor, kind: str, op: str, where: str, detail: str) -> None:
         """Block every norm whose gain occurs in `codes`."""
@@ -54,15 +64,16 @@ class Trace:
             self.blockers[norm].append(blocker)
 
 
-def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) -> Trace:
+def trace(
+    model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None, cache: ProbeCache | None = None
+) -> Trace:
     """Make every call of `runs` and report what happened to the gains.
 
     `model` must be hollow or small; its parameters are not changed. `live`: the model of which it is a copy, where
-    there is one; a function that the copy holds may go on using the original's weights. Raises `TracingError` when a
-    run fails.
+    there is one; a function that the copy holds may go on using the original's weights. `cache`: what experiments with
+    its norms have shown in an earlier trace. Raises `TracingError` when a run fails.
     """
-    originals = live.named_parameters() if live is not None else ()
-    record = Trace(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
+    record = Trace.of(model, live, cache)
     make_runs(model, Follower(record), runs)
     record.runs = tuple(runs)
     return record
@@ -70,7 +81,7 @@ def trace(model: nn.Module, runs: Sequence[Run], live: nn.Module | None = None) 
 
 def make_runs(model: nn.Module, mode: Follower, runs: Sequence[Run]) -> None:
     """Make every call of `runs` under `mode`. Raises `TracingError` when one fails."""
-    with torch.no_grad(), watch(model, mode):
+    with torch.no_grad(), watch(model, mode, mode.record.cache):
         for run in runs:
             try:
                 with mode:
@@ -132,7 +143,7 @@ class Follower(HollowMode):
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.call(func, args, kwargs)
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         name = func.overloadpacket.__name__
         base = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
         with torch.no_grad():
@@ -141,43 +152,34 @@ class Follower(HollowMode):
                 self._follow_inside(base, tensors, result)
             else:
                 self.record.operations.append(str(func))
-                self._follow(func, base, args, kwargs, tensors, result)
+                self._follow(Executed(func, base, args, kwargs, tensors, result))
         return result
 
-    def _follow(
-        self,
-        func: Any,
-        base: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        result: Any,
-    ) -> None:
-        self.interior.read(base, tensors)
-        if base == "set" or (base != "lift_fresh" and is_view(tensors, result, func)):
+    def _follow(self, done: Executed) -> None:
+        base = done.base
+        self.interior.read(base, done.tensors)
+        if done.moves_nothing:
             return
-        carrying = self._carrying(tensors, base)
-        self._account_for_weights(base, args, tensors, result)
+        carrying = self._carrying(done.tensors, base)
+        self._account_for_weights(done)
         if base in VALUE_FREE:
             return
-        number = isinstance(result, torch.Tensor) and result.ndim == 0 and base in OF_NUMBERS
-        if not (carrying or number or base in ALWAYS or base in PRODUCTS):
-            self._write(result, None)  # plain data, also where it was written over what had a shadow, such as zeros
+        if not (carrying or asks_always(done) or base in PRODUCTS):
+            write(self.shadows, done.result, None)  # plain data, also over what had a shadow, such as zeros
             return
         rule = RULES.get(base)
-        call = Call(func, args, kwargs, result, self)
         try:
             if rule is None:
                 raise Blocked(*_unknown(base, carrying))
-            codes = rule(call)
+            codes = rule(done.call(self))
         except Blocked as blocked:
             for tensor in carrying:
                 self.record.block(self._codes(tensor), blocked.kind, base, self.where(), str(blocked))
-            self._use_operands(base, args)
+            self._use_operands(base, done.args)
             codes = None
         except Conflict:  # bits read as another dtype: blocked where the operands were looked at
             codes = None
-        self._write(result, codes)
+        write(self.shadows, done.result, codes)
 
     def _note_number(self, tensors: list[torch.Tensor], value: Any) -> None:
         """A float zero that was read off a tensor can come back as an argument, where nothing tells it from a literal.
@@ -198,35 +200,30 @@ class Follower(HollowMode):
                 if tagged(self.shadows.get(tensor)):
                     carrying.append(tensor)
             except Conflict as conflict:
-                codes = self.shadows.of_storage(tensor)
-                self.record.block(codes, "non-linear", base, self.where(), str(conflict))
+                self._recast(tensor, base, str(conflict))
         return carrying
+
+    def _recast(self, tensor: torch.Tensor, base: str, detail: str) -> None:
+        """The bits of a tensor that has a shadow are read as another dtype."""
+        self.record.block(self.shadows.of_storage(tensor), "non-linear", base, self.where(), detail)
 
     def _codes(self, tensor: torch.Tensor) -> torch.Tensor:
         codes = self.shadows.get(tensor)
         return torch.zeros(0, dtype=torch.int32) if codes is None else codes
 
-    def _write(self, result: Any, codes: Any) -> None:
-        parts = list(codes) if isinstance(codes, (tuple, list)) else [codes]
-        for position, tensor in enumerate(results(result)):
-            part = parts[position] if position < len(parts) else None
-            plain = torch.zeros((), dtype=torch.int32).expand(tensor.shape)
-            with suppress(Conflict):
-                self.shadows.put(tensor, plain if part is None else part)
-
-    def _account_for_weights(self, base: str, args: tuple[Any, ...], tensors: list[torch.Tensor], result: Any) -> None:
+    def _account_for_weights(self, done: Executed) -> None:
         """Record uses of parameters other than in products, and follow their copies."""
-        ledger = self.record.ledger
-        for position, tensor in enumerate(tensors):
+        ledger, base = self.record.ledger, done.base
+        for position, tensor in enumerate(done.tensors):
             located = ledger.locate(tensor)
             if located is None:
                 original = self.record.live.get(tensor.untyped_storage()._cdata)
                 if original in ledger.usage:
                     ledger.use(original, base, self.where())
                 continue
-            copied = copy_of(base, args, tensor, located, result)
+            copied = copy_of(base, done.args, tensor, located, done.result)
             if copied is not None:
-                ledger.remember_copy(result, copied)
+                ledger.remember_copy(done.result, copied)
             elif base in PRODUCTS and position == PRODUCTS[base]:
                 ledger.add(located.name)
             elif base not in PRODUCTS and base not in VALUE_FREE:  # the rules of products record what they read
@@ -247,7 +244,7 @@ class Follower(HollowMode):
         norm = self.interior.norm
         if norm is not None and self.interior.carries(tensor):
             self.record.block_norm(self._site(norm), "leaves-torch", op, self.where(), detail)
-        elif (located := self.locate(tensor)) is not None and op not in _LOOK_ONLY:
+        elif (located := self.locate(tensor)) is not None and op not in LOOK_ONLY:
             self.record.ledger.use(located.name, op, self.where())
         for carrying in self._carrying([tensor], op):
             self.record.block(self._codes(carrying), "leaves-torch", op, self.where(), detail)
@@ -277,9 +274,16 @@ class Follower(HollowMode):
         if isinstance(result, (bool, int, float)):
             for tensor in tensors:
                 self.leaves_torch(base, tensor)
+        self._use_inside(base, tensors, result)
+
+    def _use_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
+        """A norm runs this operation, with weights that may not be its own."""
         for name in self.interior.follow(base, tensors, results(result)):
             if name in self.record.ledger.usage:
-                self.record.ledger.use(name, base, self.where())
+                self._use_foreign(name, base)
+
+    def _use_foreign(self, name: str, base: str) -> None:
+        self.record.ledger.use(name, base, self.where())
 
     def leave_norm(self, norm: str, output: Any) -> None:
         self.interior.leave(output)
@@ -310,12 +314,9 @@ class Follower(HollowMode):
         _, self.record.gain_of[name] = self._gains.setdefault(place(gain), (gain, name))
 
     def leave_model(self, output: Any) -> None:
-        """What the model returns must not change. A model with logits is judged by them: the hidden states that it
-        returns beside them are by-products, and a final norm's would otherwise keep every such norm from folding."""
-        if isinstance(output, dict):
-            output = output["logits"] if "logits" in output else list(output.values())
-        for tensor in tree_flatten(output)[0]:
-            if isinstance(tensor, torch.Tensor) and tagged(self.shadows.get(tensor)):
+        """What the model returns must not change."""
+        for tensor in judged(output):
+            if tagged(self.shadows.get(tensor)):
                 self.record.block(
                     self._codes(tensor), "model-output", "return", "the model", "it is an output of the model"
                 )
@@ -328,11 +329,11 @@ class Follower(HollowMode):
 
 
 # What is also done with weights only to compare where they lie.
-_LOOK_ONLY = {"data_ptr", "untyped_storage"}
+LOOK_ONLY = {"data_ptr", "untyped_storage"}
 # Rules that also apply when no gain is in sight: zeros must be known as such, in-place writes must erase.
 ALWAYS = {"zeros", "new_zeros", "zeros_like", "zero", "copy", "fill", "lift_fresh", "scalar_tensor", "full"}
 # The same for single numbers, so that a literal zero is still known after a cast.
-OF_NUMBERS = {"_to_copy", "clone", "mul"}
+_OF_NUMBERS = {"_to_copy", "clone", "mul"}
 
 
 def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
@@ -341,12 +342,25 @@ def _unknown(base: str, carrying: list[torch.Tensor]) -> tuple[str, str]:
     return "non-linear", f"the operation {base} is not linear in it"
 
 
-def is_view(tensors: list[torch.Tensor], result: Any, func: Any) -> bool:
-    """The result shares the storage of an input and nothing was written: its shadow is there already."""
-    if func._schema.is_mutable:
-        return False
-    out = next(results(result), None)
-    if out is None:
-        return False
-    key = out.untyped_storage()._cdata
-    return any(t.untyped_storage()._cdata == key for t in tensors)
+def asks_always(done: Executed) -> bool:
+    """Whether the rule of an operation applies also where none of its arguments has a shadow."""
+    number = isinstance(done.result, torch.Tensor) and done.result.ndim == 0 and done.base in _OF_NUMBERS
+    return number or done.base in ALWAYS
+
+
+def write(shadows: Shadows, result: Any, codes: Any) -> None:
+    """Lay `codes`, one or as many as there are results, over what an operation returned; None is plain data."""
+    parts = list(codes) if isinstance(codes, (tuple, list)) else [codes]
+    for position, tensor in enumerate(results(result)):
+        part = parts[position] if position < len(parts) else None
+        plain = torch.zeros((), dtype=torch.int32)
+        with suppress(Conflict):
+            shadows.put(tensor, (plain if part is None else part).expand(tensor.shape))
+
+
+def judged(output: Any) -> list[torch.Tensor]:
+    """The tensors that a model is judged by. One with logits is judged by them: the hidden states that it returns
+    beside them are by-products, and a final norm's would otherwise keep every such norm from folding."""
+    if isinstance(output, dict):
+        output = output["logits"] if "logits" in output else list(output.values())
+    return [tensor for tensor in tree_flatten(output)[0] if isinstance(tensor, torch.Tensor)]

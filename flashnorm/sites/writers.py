@@ -8,7 +8,6 @@ shadows run beside every activation: the row that an element belongs to (`writte
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from torch.utils._pytree import tree_flatten
 from flashnorm.sites.as_found import is_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.inputs import Run
-from flashnorm.sites.operations import VALUE_FREE, Blocked, Context, results
+from flashnorm.sites.layer import Layer
+from flashnorm.sites.operations import VALUE_FREE, Blocked, Context, Executed
 from flashnorm.sites.shadow import Conflict, Shadows, distinct, tagged
-from flashnorm.sites.tracing import ALWAYS, Follower, Trace, is_view, make_runs
-from flashnorm.sites.weights import Ledger, Located, Read
+from flashnorm.sites.tracing import ALWAYS, LOOK_ONLY, Follower, Trace, judged, make_runs, write
 from flashnorm.sites.writer_record import Normalised, WriterTrace
 from flashnorm.sites.writer_rules import MOVES, SUMS, Step, laid_out
 from flashnorm.sites.written_rows import Foreign, Laid, Rows, Writer, channel_codes
@@ -29,35 +28,9 @@ from flashnorm.sites.written_rows import Foreign, Laid, Rows, Writer, channel_co
 
 def trace_writers(model: nn.Module, runs: tuple[Run, ...], live: nn.Module | None = None) -> WriterTrace:
     """Make every call of `runs` on a hollow model. `live`: as for `tracing.trace`. Raises `TracingError`."""
-    originals = live.named_parameters() if live is not None else ()
-    record = Trace(model, Ledger(model), {p.untyped_storage()._cdata: name for name, p in originals})
-    mode = WriterFollower(record)
+    mode = WriterFollower(Trace.of(model, live))
     make_runs(model, mode, runs)
     return mode.found
-
-
-class _Layer:
-    """One of the two sets of shadows, as the rules of `operations` see it; parameters have shadows of their own."""
-
-    def __init__(self, follower: WriterFollower, name: str) -> None:
-        self._follower, self._name = follower, name
-
-    @property
-    def number_read(self) -> bool:
-        return self._follower.number_read
-
-    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        laid = self._follower.laid(tensor)
-        return None if laid is None else getattr(laid, self._name)
-
-    def locate(self, tensor: torch.Tensor) -> Located | None:
-        return self._follower.locate(tensor)
-
-    def read(self, located: Located, dim: int, codes: torch.Tensor, read: Read) -> bool:
-        raise AssertionError("products have rules of their own here")
-
-    def read_as(self, op: str, bias: torch.Tensor | None, pure: bool) -> Read:
-        raise AssertionError("products have rules of their own here")
 
 
 class WriterFollower(Follower):
@@ -68,34 +41,27 @@ class WriterFollower(Follower):
         self.channels = Shadows()
         self.rows = Rows()
         self.found = WriterTrace(record.model, record.probes)
-        self.layers: tuple[Context, Context] = (_Layer(self, "rows"), _Layer(self, "channels"))
+        self.layers: tuple[Context, Context] = (Layer(self, self._rows_of), Layer(self, self._channels_of))
         self._stored: dict[int, Laid] = {}  # the shadows of the operation's operands that are parameters
         self._inputs: dict[str, torch.Tensor] = {}  # norm that runs -> what it was called with
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def _follow(
-        self,
-        func: Any,
-        base: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        result: Any,
-    ) -> None:
+    def _follow(self, done: Executed) -> None:
+        base, tensors, result = done.base, done.tensors, done.result
         self.interior.read(base, tensors)
-        if base == "set" or (base != "lift_fresh" and is_view(tensors, result, func)):
+        if done.moves_nothing:
             return
         self._stored = {}
-        self._account_for_weights(base, args, tensors, result)
+        self._account_for_weights(done)
         if base in VALUE_FREE or (isinstance(result, torch.Tensor) and self.locate(result) is not None):
             return
-        self._note_uses(base, args, tensors)
+        self._note_uses(base, done.args, tensors)
         carrying = self._carrying(tensors, base)
         laid = None
         if carrying or base in ALWAYS or base in PRODUCTS or any(self.locate(t) for t in tensors):
             try:
-                laid = laid_out(Step(func, base, args, kwargs, result, self), carrying)
+                laid = laid_out(Step(done.func, base, done.args, done.kwargs, result, self), carrying)
             except Blocked as blocked:
                 self.stop(carrying, str(blocked), base)
             except Conflict:  # bits read as another dtype: stopped where the operands were looked at
@@ -114,6 +80,16 @@ class WriterFollower(Follower):
                 return None
             self._stored[id(tensor)] = self.written(located.name, walk, tensor.shape)
         return self._stored[id(tensor)]
+
+    # What the layers look up: parameters have shadows of their own here.
+
+    def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        laid = self.laid(tensor)
+        return None if laid is None else laid.rows
+
+    def _channels_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        laid = self.laid(tensor)
+        return None if laid is None else laid.channels
 
     def written(self, parameter: str, walk: tuple[int, int, int], shape: torch.Size) -> Laid:
         """New rows along the last axis of `shape`, of those channels of a parameter that `walk` names."""
@@ -148,23 +124,12 @@ class WriterFollower(Follower):
             self.found.uses[parameter][axis] = f"{base}, {self.where()}"
 
     def _put(self, result: Any, laid: Laid | list[Laid] | None) -> None:
-        parts = laid if isinstance(laid, list) else [laid]
-        for position, tensor in enumerate(results(result)):
-            part = parts[position] if position < len(parts) else None
-            plain = torch.zeros((), dtype=torch.int32).expand(tensor.shape)
-            with suppress(Conflict):
-                self.shadows.put(tensor, plain if part is None else part.rows.expand(tensor.shape))
-                self.channels.put(tensor, plain if part is None else part.channels.expand(tensor.shape))
+        parts = laid if isinstance(laid, list) else [] if laid is None else [laid]
+        write(self.shadows, result, [part.rows for part in parts])
+        write(self.channels, result, [part.channels for part in parts])
 
-    def _carrying(self, tensors: list[torch.Tensor], base: str) -> list[torch.Tensor]:
-        carrying = []
-        for tensor in tensors:
-            try:
-                if tagged(self.shadows.get(tensor)):
-                    carrying.append(tensor)
-            except Conflict as conflict:
-                self._charge(self.shadows.of_storage(tensor), self.channels.of_storage(tensor), str(conflict), base)
-        return carrying
+    def _recast(self, tensor: torch.Tensor, base: str, detail: str) -> None:
+        self._charge(self.shadows.of_storage(tensor), self.channels.of_storage(tensor), detail, base)
 
     def stop(self, carrying: Iterable[torch.Tensor], reason: str, base: str, where: str | None = None) -> None:
         """What these tensors hold is read by something that is no LayerNorm."""
@@ -256,9 +221,10 @@ class WriterFollower(Follower):
 
     def _follow_inside(self, base: str, tensors: list[torch.Tensor], result: Any) -> None:
         self.stop(self._carrying(self.interior.hidden(tensors), base), "it is used inside of a norm", base)
-        for name in self.interior.follow(base, tensors, results(result)):
-            if name in self.record.ledger.usage:
-                self._use(name, None, base)
+        self._use_inside(base, tensors, result)
+
+    def _use_foreign(self, name: str, base: str) -> None:
+        self._use(name, None, base)
 
     def irregular(self, norm: str, detail: str, op: str = "") -> None:
         self.found.irregular[norm] = detail
@@ -269,11 +235,8 @@ class WriterFollower(Follower):
         self._stored = {}
         self.stop(self._carrying([tensor], op), "its values are taken out of PyTorch", op)
         located = self.locate(tensor)
-        if located is not None and op not in ("data_ptr", "untyped_storage"):
+        if located is not None and op not in LOOK_ONLY:
             self._use(located.name, None, op)
 
     def leave_model(self, output: Any) -> None:
-        if isinstance(output, dict):
-            output = output["logits"] if "logits" in output else list(output.values())
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-        self.stop(self._carrying(tensors, "return"), "it is an output of the model", "return", "the model")
+        self.stop(self._carrying(judged(output), "return"), "it is an output of the model", "return", "the model")

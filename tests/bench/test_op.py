@@ -14,7 +14,7 @@ CEILINGS = Ceilings(bytes_per_us=4e6, flops_per_us=8e8)
 
 def _row(ours: tuple[float, ...], torch: tuple[float, ...] = (10.0, 11.0, 12.0), bare: float = 8.0) -> Row:
     timings = {"linear alone": Timing((bare,) * 3), "torch": Timing(torch), "slow": Timing((99.0,) * 3)}
-    return Row(1, 64, 32, None, Gemv(), 0.5, {**timings, OURS: Timing(ours)}, 2.0)
+    return Row(1, 64, 32, 0.5, {**timings, OURS: Timing(ours)}, 2.0, None, Gemv())
 
 
 def test_the_linear_alone_is_no_baseline():

@@ -6,72 +6,61 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 from flashnorm.passes.cancel import apply_cancel, cancel
 from flashnorm.sites.cancelling import audit_cancellation
 from tests import zoo
-from tests.cancelling.examine import TOLERANCE, Outcome, _moved, examine, forced
-from tests.cancelling.record import RECORD, TABLE, full_table, read_record
+from tests.cancelling.examine import TOLERANCE, _moved, examine, forced
+from tests.cancelling.record import DOCUMENTS
+from tests.zoo.known import known
 
 # Full, QK-norm, both kinds of latent attention, a second reader of the norm, a gate inside of q_proj, a window that the
 # traced run does not fill, a norm over all heads, a norm behind RoPE, cross attention, nothing at all, a squared ReLU.
 SAMPLE = ["gemma4_text", "qwen3", "deepseek_v2", "deepseek_v3", "gemma3n_text", "qwen3_next", "deepseek_v4", "olmoe"]
 SAMPLE += ["hunyuan_v1_dense", "mllama", "llama", "gpt2", "bitnet"]
-
-
-def _built(model_type: str) -> str:
-    if model_type not in zoo.model_types("causal"):
-        pytest.skip(f"this Transformers has no {model_type}")
-    return model_type
-
-
-def _recorded(model_type: str) -> Outcome:
-    return next(row for row in read_record().outcomes if row.model_type == model_type)
+RECORD = DOCUMENTS.read()
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_cancelling_changes_nothing_and_the_record_holds(model_type: str) -> None:
-    outcome = examine(_built(model_type))
+    outcome = examine(known("causal", model_type))
     assert outcome.right, (outcome.error, outcome.error_small)
-    if read_record().transformers == transformers.__version__:
-        then = _recorded(model_type)
+    if RECORD.of_this_transformers:
+        then = RECORD.of(model_type)
         for part in ("full", "partial", "no", "over_cautious", "refused"):
             assert getattr(outcome, part) == getattr(then, part), "run `python -m tests.cancelling`, look at the change"
 
 
 def test_the_record_is_of_every_type_and_every_one_is_right() -> None:
-    record = read_record()
-    if record.transformers == transformers.__version__:
-        assert {row.model_type for row in record.outcomes} | set(record.unbuilt) == set(zoo.model_types("causal"))
-    assert all(row.right for row in record.outcomes)
-    assert all(row.full or row.partial or row.no or row.refused for row in record.outcomes)
-    assert all(reason for row in record.outcomes for reason in (*row.no.values(), *row.partial.values()))
+    if RECORD.of_this_transformers:
+        assert {row.model_type for row in RECORD.outcomes} | set(RECORD.unbuilt) == set(zoo.model_types("causal"))
+    assert all(row.right for row in RECORD.outcomes)
+    assert all(row.full or row.partial or row.no or row.refused for row in RECORD.outcomes)
+    assert all(reason for row in RECORD.outcomes for reason in (*row.no.values(), *row.partial.values()))
 
 
 def test_the_table_is_generated_from_the_record() -> None:
-    assert RECORD.exists()
-    assert TABLE.read_text() == full_table(read_record())
+    assert DOCUMENTS.table.read_text() == DOCUMENTS.text(RECORD)
 
 
 def test_the_known_verdicts() -> None:
     """Section 1 of the equations: which families are full, which partial, and for what reason not."""
     norm = "model.layers.*.input_layernorm"
-    assert norm in _recorded("gemma4_text").full
+    assert norm in RECORD.of("gemma4_text").full
     for model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
-        assert _recorded(model_type).partial[norm].startswith("v_proj: ")
+        assert RECORD.of(model_type).partial[norm].startswith("v_proj: ")
     for model_type in ("deepseek_v3", "minicpm3"):
-        assert _recorded(model_type).partial[norm].startswith("kv_a_proj_with_mqa in part: ")
-    assert _recorded("gemma3n_text").partial.get(norm) is None
-    assert _recorded("bitnet").full == ["model.layers.*.post_attention_layernorm"]
-    assert _recorded("llama").full == []
-    assert _recorded("llama").partial == {}
+        assert RECORD.of(model_type).partial[norm].startswith("kv_a_proj_with_mqa in part: ")
+    assert RECORD.of("gemma3n_text").partial.get(norm) is None
+    assert RECORD.of("bitnet").full == ["model.layers.*.post_attention_layernorm"]
+    assert RECORD.of("llama").full == []
+    assert RECORD.of("llama").partial == {}
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
 def test_a_lost_scalar_would_be_seen(model_type: str) -> None:
     """The negative control of every comparison above: the reader that has to keep the scalar is not given it."""
-    model = zoo.tiny_model("causal", _built(model_type)).double()
+    model = zoo.tiny_model("causal", known("causal", model_type)).double()
     inputs = zoo.forward_inputs(model, "causal")
     audit = audit_cancellation(model)
     chosen = next(c for c in audit.cancellations if c.verdict == "partial")
@@ -83,7 +72,7 @@ def test_a_lost_scalar_would_be_seen(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma4_text"])
 def test_generation_with_a_cache_goes_on_alike(model_type: str) -> None:
     """Also where later layers use the keys and values of earlier ones, one token at a time."""
-    model = zoo.tiny_model("causal", _built(model_type))
+    model = zoo.tiny_model("causal", known("causal", model_type))
     cancelled = copy.deepcopy(model)
     report = cancel(cancelled)
     assert report.full or report.partial
@@ -98,7 +87,7 @@ def test_generation_with_a_cache_goes_on_alike(model_type: str) -> None:
 
 def test_a_dropped_norm_divides_no_more() -> None:
     """Its rows come out as large as they went in, times the gain."""
-    model = zoo.tiny_model("causal", _built("qwen3"))
+    model = zoo.tiny_model("causal", known("causal", "qwen3"))
     audit = audit_cancellation(model)
     chosen = next(c for c in audit.cancellations if c.verdict == "partial")
     apply_cancel(model, [chosen], audit)

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 from flashnorm.passes.center import apply_center, center
 from flashnorm.passes.centered_norm import CenteredNorm
@@ -14,63 +13,53 @@ from flashnorm.sites.audit import audit
 from flashnorm.sites.centering import audit_centering
 from tests import zoo
 from tests.cancelling.examine import TOLERANCE, change, in_fp64, logits
-from tests.centering.examine import Outcome, examine, moved, refused
-from tests.centering.record import RECORD, TABLE, full_table, read_record
+from tests.centering.examine import examine, moved, refused
+from tests.centering.record import DOCUMENTS
+from tests.zoo.known import known
 
 # Tied and untied heads, a norm of single heads, no gain at all, sines in the stream, a mixture of experts, an indexer.
 SAMPLE = ["gpt2", "gpt_neox", "persimmon", "olmo", "ctrl", "phimoe", "deepseek_v32"]
-
-
-def _built(model_type: str) -> str:
-    if model_type not in zoo.model_types("causal"):
-        pytest.skip(f"this Transformers has no {model_type}")
-    return model_type
-
-
-def _recorded(model_type: str) -> Outcome:
-    return next(row for row in read_record().outcomes if row.model_type == model_type)
+RECORD = DOCUMENTS.read()
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_centering_changes_nothing_and_the_record_holds(model_type: str) -> None:
-    outcome = examine(_built(model_type))
+    outcome = examine(known("causal", model_type))
     assert outcome.right, (outcome.error, outcome.error_small)
-    if read_record().transformers == transformers.__version__:
-        then = _recorded(model_type)
+    if RECORD.of_this_transformers:
+        then = RECORD.of(model_type)
         for part in ("layer_norms", "centered", "untied", "keeps_bias", "no", "over_cautious", "unforced", "refused"):
             assert getattr(outcome, part) == getattr(then, part), "run `python -m tests.centering`, look at the change"
 
 
 def test_the_record_is_of_every_type_and_every_one_is_right() -> None:
-    record = read_record()
-    if record.transformers == transformers.__version__:
-        assert {row.model_type for row in record.outcomes} | set(record.unbuilt) == set(zoo.model_types("causal"))
-    assert all(row.right for row in record.outcomes)
-    assert all(bool(row.centered or row.untied or row.no) == row.layer_norms for row in record.outcomes)
-    assert all(reason for row in record.outcomes for reason in (*row.no.values(), *row.keeps_bias.values()))
+    if RECORD.of_this_transformers:
+        assert {row.model_type for row in RECORD.outcomes} | set(RECORD.unbuilt) == set(zoo.model_types("causal"))
+    assert all(row.right for row in RECORD.outcomes)
+    assert all(bool(row.centered or row.untied or row.no) == row.layer_norms for row in RECORD.outcomes)
+    assert all(reason for row in RECORD.outcomes for reason in (*row.no.values(), *row.keeps_bias.values()))
 
 
 def test_the_table_is_generated_from_the_record() -> None:
-    assert RECORD.exists()
-    assert TABLE.read_text() == full_table(read_record())
+    assert DOCUMENTS.table.read_text() == DOCUMENTS.text(RECORD)
 
 
 def test_the_known_verdicts() -> None:
     """Pre-LN models become RMSNorm models, those with a tied head once it is untied; post-norm models do not."""
-    assert len(_recorded("gpt_neox").centered) == 3
-    assert not _recorded("gpt_neox").no
-    assert _recorded("gpt2").centered == []
-    assert len(_recorded("gpt2").untied) == 3
-    assert _recorded("bert").untied == ["bert.embeddings.LayerNorm"]
+    assert len(RECORD.of("gpt_neox").centered) == 3
+    assert not RECORD.of("gpt_neox").no
+    assert RECORD.of("gpt2").centered == []
+    assert len(RECORD.of("gpt2").untied) == 3
+    assert RECORD.of("bert").untied == ["bert.embeddings.LayerNorm"]
     assert (
         "the output of bert.embeddings.LayerNorm"
-        in _recorded("bert").no["bert.encoder.layer.*.attention.output.LayerNorm"]
+        in RECORD.of("bert").no["bert.encoder.layer.*.attention.output.LayerNorm"]
     )
-    assert not _recorded("llama").layer_norms
+    assert not RECORD.of("llama").layer_norms
 
 
 def test_a_model_wholly_centered_is_an_rmsnorm_model_that_folds() -> None:
-    model = zoo.tiny_model("causal", _built("gpt_neox"))
+    model = zoo.tiny_model("causal", known("causal", "gpt_neox"))
     report = center(model)
     assert not report.skipped
     sites = audit(model).sites
@@ -80,9 +69,7 @@ def test_a_model_wholly_centered_is_an_rmsnorm_model_that_folds() -> None:
 
 def test_a_norm_of_images_is_right_on_images() -> None:
     """A tower that text does not reach is traced by itself; here an image runs through it."""
-    if "gemma3" not in zoo.model_types("image_text"):
-        pytest.skip("this Transformers has no gemma3")
-    model = zoo.tiny_model("image_text", "gemma3").double()
+    model = zoo.tiny_model("image_text", known("image_text", "gemma3")).double()
     inputs = zoo.forward_inputs(model, "image_text", with_images=True)
     inputs["pixel_values"] = inputs["pixel_values"].double()
     before = logits(model, inputs)
@@ -100,7 +87,7 @@ def test_a_norm_of_images_is_right_on_images() -> None:
 
 def test_a_forced_refusal_would_be_seen() -> None:
     """The negative control of every comparison above."""
-    model = zoo.tiny_model("causal", _built("bloom"))
+    model = zoo.tiny_model("causal", known("causal", "bloom"))
     report = audit_centering(model, untie=True)
     model, inputs = in_fp64(model)
     before = logits(model, inputs)
@@ -109,7 +96,7 @@ def test_a_forced_refusal_would_be_seen() -> None:
 
 
 def test_parameters_alone_leave_a_model_of_layernorms_that_computes_the_same() -> None:
-    model = zoo.tiny_model("causal", _built("gpt_neox"))
+    model = zoo.tiny_model("causal", known("causal", "gpt_neox"))
     report = audit_centering(model)
     changed = copy.deepcopy(model)
     apply_center(changed, [c for c in report.centerings if c.centerable], report, keep_modules=True)
@@ -122,7 +109,7 @@ def test_parameters_alone_leave_a_model_of_layernorms_that_computes_the_same() -
 
 
 def test_generation_with_a_cache_goes_on_alike() -> None:
-    model = zoo.tiny_model("causal", _built("gpt2"))
+    model = zoo.tiny_model("causal", known("causal", "gpt2"))
     centered = copy.deepcopy(model)
     assert center(centered, untie=True).centered
     ids = zoo.forward_inputs(model, "causal")["input_ids"]

@@ -2,8 +2,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +18,7 @@ from flashnorm.checkpoint.plan import FoldPlan, Scale, TensorEdit
 from flashnorm.checkpoint.source import open_source
 from flashnorm.errors import CheckpointError, OutputError
 from tests.checkpoint.tiny import LAYERS, READERS, hand_plan, random_weights, tree, write_checkpoint
+from tests.peak import marks
 
 INDEX = "model.safetensors.index.json"
 GAINS = [f"layers.{index}.norm.weight" for index in range(LAYERS)]
@@ -236,29 +235,20 @@ def test_loaders_that_take_every_safetensors_file_find_no_gains(tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
 
 
-MEMORY = """
-import sys
+IMPORTS = """
 from pathlib import Path
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 import torch
 from flashnorm.checkpoint.apply import apply_plan
 from flashnorm.checkpoint.source import open_source
 from tests.checkpoint.tiny import hand_plan
-before = peak()
-source = open_source(sys.argv[1])
-if sys.argv[3] == "stream":
-    apply_plan(source, hand_plan(source), Path(sys.argv[2]), quiet=True, workers=2)
-else:
-    source.read("large.weight")
-print(peak() - before)
 """
-
-
-def peak_bytes(folder, dst, how):
-    command = [sys.executable, "-c", MEMORY, str(folder), str(dst), how]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    return int(run.stdout)
+FOLD = """
+source = open_source(sys.argv[1])
+apply_plan(source, hand_plan(source), Path(sys.argv[2]), quiet=True, workers=2)
+mark()
+source.read("large.weight")
+mark()
+"""
 
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path):
@@ -267,8 +257,9 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     folder = write_checkpoint(tmp_path / "source", weights, shards=2)
     # Two workers with three pairs of 4 MiB buffers and scratch each: 54 MiB; the rest is the allocators' own.
     limit = 100 * 2**20
-    assert peak_bytes(folder, tmp_path / "out", "stream") < limit
-    assert peak_bytes(folder, tmp_path / "out", "read whole") > limit  # so that the measure is known to see it
+    streamed, read_whole = marks(IMPORTS, FOLD, folder, tmp_path / "out")
+    assert streamed < limit
+    assert read_whole > limit  # so that the measure is known to see it
 
 
 def test_a_config_that_becomes_unreadable_is_the_sources_fault(tmp_path, monkeypatch):

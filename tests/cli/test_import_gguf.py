@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashnorm.cli.main import main
 from tests.checkpoint.gguf_writing import tiny_llama, write_gguf
+
+_NO_BARS = "TQDM_DISABLE"
 
 
 def _status(*arguments: object) -> int:
@@ -45,13 +49,36 @@ def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "out").exists()
 
 
-def test_quiet_means_silence_and_json_no_bars(tmp_path: Path) -> None:
+def test_quiet_means_silence(tmp_path: Path) -> None:
     """In a process of its own: the bars are those of Transformers, which decides about them when it is imported."""
     file = write_gguf(tmp_path / "model.gguf", tiny_llama())
-    own = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}  # commands run above set it
-    opening = f"import-gguf: opening {file}\n"
-    for options, expected in (["--quiet"], ""), (["--json"], opening), ([], None):
-        out = tmp_path / f"out{''.join(options)}"
-        command = [sys.executable, "-m", "flashnorm", "import-gguf", str(file), str(out), *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
-        assert done.stderr == expected if expected is not None else len(done.stderr) > len(opening)
+    own = {key: value for key, value in os.environ.items() if key != _NO_BARS}  # commands run above set it
+    command = [sys.executable, "-m", "flashnorm", "import-gguf", file, tmp_path / "out", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"{tmp_path / 'out'}: llama")
+
+
+@pytest.mark.parametrize(("options", "bars"), [(["--quiet"], False), (["--json"], False), ([], True)])
+def test_who_asks_for_no_bars_is_heard_before_transformers_is_imported(
+    options: list[str], bars: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the same means as in the process above. Here it was imported before, so that there are bars to be seen."""
+    monkeypatch.setenv(_NO_BARS, "")  # to be put back as it was
+    monkeypatch.delenv(_NO_BARS)
+    heard: list[bool] = []
+    plain_import = builtins.__import__
+
+    def watched(name: str, *rest: Any) -> Any:
+        if name == "flashnorm.checkpoint.gguf_import":
+            heard.append(_NO_BARS in os.environ)
+        return plain_import(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", watched)
+    file = write_gguf(tmp_path / "model.gguf", tiny_llama())
+    assert _status(file, tmp_path / "out", *options) == 0
+    assert heard == [not bars]
+    opening = "" if "--quiet" in options else f"import-gguf: opening {file}\n"
+    err = capsys.readouterr().err
+    assert err.startswith(opening)
+    assert len(err) > len(opening)

@@ -26,7 +26,7 @@ def main(families: list[str]) -> None:
         outcomes[family] = []
         for model_type in (name for name, reason in reasons.items() if reason == "ok"):
             with tempfile.TemporaryDirectory() as folder:
-                outcome = examine(family, model_type, Path(folder))
+                outcome = examine(family, model_type, zoo.tiny_model(family, model_type), Path(folder))
             print(
                 f"{family:10s} {model_type:28s} {outcome.folded}/{outcome.norms} {outcome.error:.1e}", file=sys.stderr
             )

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
 
 from flashnorm.checkpoint.fold import fold_checkpoint
 from flashnorm.errors import Refusal, TracingError
 from flashnorm.passes.fold import apply_fold
 from flashnorm.sites.audit import AuditReport, audit
-from flashnorm.sites.inputs import part_runs
+from flashnorm.sites.inputs import Run, part_runs
 from flashnorm.sites.tracing import can_run
 from flashnorm.sites.types import Site
 from tests import zoo
@@ -54,17 +55,25 @@ class Outcome:
         return asdict(self)
 
 
-def examine(family: str, model_type: str, folder: Path) -> Outcome:
-    """Fold the tiny model of `model_type` and compare. Raises what the zoo raises when it cannot be built."""
-    model = zoo.tiny_model(family, model_type)
-    inputs = zoo.forward_inputs(model, family)
-    before = _outputs(model, inputs)
+@dataclass(frozen=True)
+class _Calls:
+    """How a tiny model and its folded copies are run: on text, and every tower on its own."""
+
+    inputs: dict[str, Any]
+    towers: tuple[Run, ...]
+    unreached: tuple[Run, ...]  # those of `towers` that text does not reach
+
+
+def examine(family: str, model_type: str, model: PreTrainedModel, folder: Path) -> Outcome:
+    """Fold a tiny model of `model_type` and compare."""
+    calls = _calls(model, zoo.forward_inputs(model, family))
+    before = _outputs(model, calls)
     try:
         report = audit(model)
     except TracingError as refusal:
         return Outcome(model_type, norms=0, folded=0, error=0.0, refused=str(refusal))
     on_disk = model_type not in BROKEN_ROUND_TRIP
-    after = _fold_on_disk(model, inputs, folder) if on_disk else _fold_in_memory(model, inputs, report)
+    after = _fold_on_disk(model, calls, folder) if on_disk else _fold_in_memory(model, calls, report)
     kinds = Counter(site.blockers[0].kind for site in report.blocked)
     return Outcome(
         model_type=model_type,
@@ -72,26 +81,37 @@ def examine(family: str, model_type: str, folder: Path) -> Outcome:
         folded=len(report.foldable),
         error=_relative_error(after, before),
         blocked=dict(sorted(kinds.items())),
-        over_cautious=[site.norm for site in _distinct(report) if _changes_nothing(model, site, inputs, before)],
+        over_cautious=[site.norm for site in _distinct(report) if _changes_nothing(model, site, calls, before)],
         on_disk=on_disk,
     )
 
 
-def _fold_on_disk(model: torch.nn.Module, inputs: dict[str, Any], folder: Path) -> list[torch.Tensor]:
+def _calls(model: torch.nn.Module, inputs: dict[str, Any]) -> _Calls:
+    called: set[str] = set()
+    hooks = [m.register_forward_pre_hook(lambda *_, name=n: called.add(name)) for n, m in model.named_modules()]
+    zoo.logits(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    towers = [run for run in part_runs(model, ()) if can_run(model, run)]
+    unreached = [run for run in part_runs(model, called) if can_run(model, run)]
+    return _Calls(inputs, tuple(towers), tuple(unreached))
+
+
+def _fold_on_disk(model: torch.nn.Module, calls: _Calls, folder: Path) -> list[torch.Tensor]:
     model.save_pretrained(folder / "source")
     try:
         fold_checkpoint(folder / "source", folder / "folded")
     except Refusal as refusal:
         if "nothing in" not in str(refusal):
             raise
-        return _outputs(model, inputs)
-    return _outputs(type(model).from_pretrained(folder / "folded").eval(), inputs)
+        return _outputs(model, calls)
+    return _outputs(type(model).from_pretrained(folder / "folded").eval(), calls)
 
 
-def _fold_in_memory(model: torch.nn.Module, inputs: dict[str, Any], report: AuditReport) -> list[torch.Tensor]:
+def _fold_in_memory(model: torch.nn.Module, calls: _Calls, report: AuditReport) -> list[torch.Tensor]:
     folded = copy.deepcopy(model)
     apply_fold(folded, report.foldable)
-    return _outputs(folded, inputs)
+    return _outputs(folded, calls)
 
 
 def _distinct(report: AuditReport) -> list[Site]:
@@ -104,55 +124,45 @@ def _distinct(report: AuditReport) -> list[Site]:
     return list(found.values())
 
 
-def _changes_nothing(model: torch.nn.Module, site: Site, inputs: dict[str, Any], before: list[torch.Tensor]) -> bool:
+def _changes_nothing(model: torch.nn.Module, site: Site, calls: _Calls, before: list[torch.Tensor]) -> bool:
     """Would the fold have been right after all? A right fold is right for any gain, so the gain may be a wild one too:
     an indexer that only ranks tokens shows a small change of its scores in nothing else.
     """
-    if _moves(model, site, inputs, before):
+    if _moves(model, site, calls, before):
         return False
     wild = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         with torch.no_grad():
             wild.get_parameter(site.weight or "").normal_(0.0, 3.0, generator=generator)
-        if _moves(wild, site, inputs, _outputs(wild, inputs)):
+        if _moves(wild, site, calls, _outputs(wild, calls)):
             return False
     return True
 
 
-def _moves(model: torch.nn.Module, site: Site, inputs: dict[str, Any], before: list[torch.Tensor]) -> bool:
+def _moves(model: torch.nn.Module, site: Site, calls: _Calls, before: list[torch.Tensor]) -> bool:
     forced = copy.deepcopy(model)
     apply_fold(forced, [site])
-    if _relative_error(_outputs(forced, inputs), before) > TOLERANCE:
+    if _relative_error(_outputs(forced, calls), before) > TOLERANCE:
         return True
     # A tower that the text model takes only a part of returns the rest to whoever calls it on its own.
-    return _relative_error(_tower_outputs(forced, ()), _tower_outputs(model, ())) > TOLERANCE
+    return _relative_error(_tower_outputs(forced, calls.towers), _tower_outputs(model, calls.towers)) > TOLERANCE
 
 
 @torch.no_grad()
-def _outputs(model: torch.nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
+def _outputs(model: torch.nn.Module, calls: _Calls) -> list[torch.Tensor]:
     """The logits, and what every tower computes that text does not reach."""
-    return [zoo.logits(model, inputs), *_tower_outputs(model, _called(model, inputs))]
+    return [zoo.logits(model, calls.inputs), *_tower_outputs(model, calls.unreached)]
 
 
 @torch.no_grad()
-def _tower_outputs(model: torch.nn.Module, called: Iterable[str]) -> list[torch.Tensor]:
-    """Everything that the towers outside of `called` return when they are called on their own."""
+def _tower_outputs(model: torch.nn.Module, runs: Iterable[Run]) -> list[torch.Tensor]:
+    """Everything that towers return when they are called on their own."""
     outputs: list[torch.Tensor] = []
-    for run in part_runs(model, called):
-        if can_run(model, run):
-            parts = tree_flatten(dict(model.get_submodule(run.module)(**run.inputs)))[0]
-            outputs += [part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()]
+    for run in runs:
+        parts = tree_flatten(dict(model.get_submodule(run.module)(**run.inputs)))[0]
+        outputs += [part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()]
     return outputs
-
-
-def _called(model: torch.nn.Module, inputs: dict[str, Any]) -> set[str]:
-    called: set[str] = set()
-    hooks = [m.register_forward_pre_hook(lambda *_, name=n: called.add(name)) for n, m in model.named_modules()]
-    zoo.logits(model, inputs)
-    for hook in hooks:
-        hook.remove()
-    return called
 
 
 def _relative_error(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:

@@ -10,18 +10,18 @@ import transformers
 from tests import zoo
 from tests.coverage.examine import Outcome, examine
 from tests.coverage.record import FAMILIES, README, TABLE, full_table, read_record, with_summary
-from tests.zoo.report import state_of
+from tests.zoo.report import working_model
 
 CASES = [(family, model_type) for family in FAMILIES for model_type in zoo.model_types(family)]
 
 
 @pytest.mark.parametrize(("family", "model_type"), CASES)
 def test_folding_changes_nothing(family: str, model_type: str, tmp_path: Path) -> None:
-    state = state_of(family, model_type)
-    if state != "ok":
+    model, state = working_model(family, model_type)
+    if model is None:
         _only_if_recorded(family, model_type)
         pytest.skip(state)
-    outcome = examine(family, model_type, tmp_path)
+    outcome = examine(family, model_type, model, tmp_path)
     assert outcome.right or outcome.refused, f"relative error {outcome.error:.1e}"
     assert not outcome.over_cautious
     assert outcome.folded + sum(outcome.blocked.values()) == outcome.norms

@@ -15,7 +15,7 @@ from flashnorm.errors import Refusal
 from flashnorm.passes.approximate import epsilon_bounds
 from flashnorm.passes.cancel import apply_cancel, cancel
 from flashnorm.sites.cancelling import audit_cancellation
-from tests.passes.test_cancel import Attention, Fused, drawn
+from tests.passes.test_cancel import Attention, Chain, Fused
 
 LATER = ("nq", "nk", "nv")
 
@@ -110,16 +110,6 @@ def test_a_limit_parts_the_norms_and_the_output_stays_within_it():
 
 @torch.no_grad()
 def test_norms_in_a_row_stay_exact():
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.n1, self.n2, self.n3 = (nn.RMSNorm(8, eps=e) for e in (1e-5, 1e-6, 1e-4))
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-            drawn(self)
-
-        def forward(self, x):
-            return torch.tanh(self.n3(self.b(self.n2(self.a(self.n1(x))))))
-
     model, text = Chain().double(), _x(0, 1e-3)
     before = model(text)
     report = cancel(model, inputs={"x": text}, approximate=1.0, calibration=[{"x": text}])

@@ -135,17 +135,20 @@ def test_channels_of_one_reader_that_no_norm_follows_keep_the_scalar(flat, scale
     assert error < 1e-12
 
 
+class Chain(nn.Module):
+    """Norms in a row, with a linear layer between each two."""
+
+    def __init__(self):
+        super().__init__()
+        self.n1, self.n2, self.n3 = (nn.RMSNorm(8, eps=e) for e in (1e-5, 1e-6, 1e-4))
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        drawn(self)
+
+    def forward(self, x):
+        return torch.tanh(self.n3(self.b(self.n2(self.a(self.n1(x))))))
+
+
 def test_norms_in_a_row_are_all_dropped_but_the_last():
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.n1, self.n2, self.n3 = (nn.RMSNorm(8, eps=e) for e in (1e-5, 1e-6, 1e-4))
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-            drawn(self)
-
-        def forward(self, x):
-            return torch.tanh(self.n3(self.b(self.n2(self.a(self.n1(x))))))
-
     report, error = after_cancel(Chain(), 1e-4)
     assert report.full == ["n1", "n2"]
     assert error < 1e-12

@@ -13,6 +13,7 @@ from flashnorm.sites.cancelling import Cancellation, Kept, audit_cancellation
 from flashnorm.sites.centering import audit_centering
 from flashnorm.sites.transforms import audit_fully
 from tests import zoo
+from tests.zoo.known import known
 
 
 class Two(nn.Module):
@@ -50,9 +51,7 @@ def test_what_is_deferrable_can_be_deferred_and_what_is_not_cannot(norm, readers
 
 
 def _built(model_type):
-    if model_type not in zoo.model_types("causal"):
-        pytest.skip(f"this Transformers has no {model_type}")
-    return zoo.tiny_model("causal", model_type)
+    return zoo.tiny_model("causal", known("causal", model_type))
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "gpt_neox"])

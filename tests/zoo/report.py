@@ -20,12 +20,19 @@ def build_report(family: str) -> dict[str, str]:
 
 def state_of(family: str, model_type: str) -> str:
     """One line of the report: builds the tiny model and runs it."""
+    return working_model(family, model_type)[1]
+
+
+def working_model(family: str, model_type: str) -> tuple[PreTrainedModel | None, str]:
+    """The tiny model and "ok", or None and the reason why it cannot be built or run."""
     try:
-        return check(tiny_model(family, model_type), family)
+        model = tiny_model(family, model_type)
+        state = check(model, family)
     except (CannotBuild, ImportError) as error:
-        return _optional_dependency(str(error)) or str(error)
+        return None, _optional_dependency(str(error)) or str(error)
     except Exception as error:  # the report's purpose: whatever a model raises is its reason
-        return REASONS.get((family, model_type), f"{type(error).__name__}: {error}".splitlines()[0])
+        return None, REASONS.get((family, model_type), f"{type(error).__name__}: {error}".splitlines()[0])
+    return model if state == "ok" else None, state
 
 
 def _optional_dependency(message: str) -> str:
