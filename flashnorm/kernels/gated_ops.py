@@ -8,6 +8,7 @@ from torch.library import custom_op
 from flashnorm.errors import ShapeError
 from flashnorm.kernels.arguments import check_linear, check_separate
 from flashnorm.kernels.dispatch import choose, problem_of
+from flashnorm.kernels.eager import plain
 from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.ops import written_in_place
 from flashnorm.kernels.reference import ACTIVATIONS
@@ -41,14 +42,14 @@ def rms_swiglu_linear(
     outputs = gate_up_weight.shape[0] // 2 if gate_up_weight.dim() == 2 else None  # no matrix is refused just below
     check_linear(x, gate_up_weight, rows=outputs, gain=gain, out=out)
     if out is None:
-        return _rms_swiglu_linear(x, gate_up_weight, eps, gain, activation, static_weight)
+        call = _made if plain(x, gate_up_weight, gain) else _rms_swiglu_linear
+        return call(x, gate_up_weight, eps, gain, activation, static_weight)
     check_separate(out, x=x, gate_up_weight=gate_up_weight, gain=gain)
     _rms_swiglu_linear_out(x, gate_up_weight, eps, gain, activation, static_weight, out)
     return out
 
 
-@custom_op("flashnorm::rms_swiglu_linear", mutates_args=())
-def _rms_swiglu_linear(
+def _made(
     x: Tensor,
     gate_up_weight: Tensor,
     eps: float,
@@ -59,6 +60,9 @@ def _rms_swiglu_linear(
     out = x.new_empty((*x.shape[:-1], gate_up_weight.shape[0] // 2))
     _write(x, gate_up_weight, eps, gain, activation, static_weight, out)
     return out
+
+
+_rms_swiglu_linear = custom_op("flashnorm::rms_swiglu_linear", _made, mutates_args=())
 
 
 @_rms_swiglu_linear.register_fake

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from flashnorm.kernels.arguments import check_linear, check_separate
 from flashnorm.kernels.backward import gradients, keep
 from flashnorm.kernels.dispatch import choose, problem_of
+from flashnorm.kernels.eager import plain
 from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.run import run
 
@@ -50,7 +51,8 @@ def rms_linear(
     if is_traceable_wrapper_subclass(weight):
         return _own_linear(x, weight, eps, gain, bias, out)
     if out is None:
-        return torch.ops.flashnorm.rms_linear(x, weight, eps, gain, bias, static_weight)
+        call = _made if plain(x, weight, gain, bias) else torch.ops.flashnorm.rms_linear
+        return call(x, weight, eps, gain, bias, static_weight)
     check_separate(out, x=x, weight=weight, gain=gain, bias=bias)
     torch.ops.flashnorm.rms_linear_out(x, weight, eps, gain, bias, static_weight, out)
     return out
@@ -64,8 +66,7 @@ def _own_linear(
     return product if out is None else out.copy_(product)
 
 
-@torch.library.custom_op("flashnorm::rms_linear", mutates_args=())
-def _rms_linear(
+def _made(
     x: Tensor,
     weight: Tensor,
     eps: float,
@@ -76,6 +77,9 @@ def _rms_linear(
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     _write(x, weight, eps, gain, bias, static_weight, out)
     return out
+
+
+_rms_linear = torch.library.custom_op("flashnorm::rms_linear", _made, mutates_args=())
 
 
 @_rms_linear.register_fake

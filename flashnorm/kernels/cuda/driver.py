@@ -85,15 +85,20 @@ def _tensor_map(
 
 def launch(function: Any, grid: Grid, arguments: tuple[bytes | ctypes._SimpleCData[Any], ...], stream: int) -> None:
     """Launch. Bytes are passed by value."""
+    holders = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else a for a in arguments]
+    pointers = (ctypes.c_void_p * len(holders))(*map(ctypes.addressof, holders))
+    _checked(driver.cuLaunchKernelEx(_config(grid, stream), function, ctypes.addressof(pointers), 0))
+
+
+@lru_cache(maxsize=1024)  # it takes longer to describe than the launch itself
+def _config(grid: Grid, stream: int) -> Any:
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
     config.sharedMemBytes = grid.shared
     config.hStream = stream
     config.attrs, config.numAttrs = [_attribute(grid)], 1
-    holders = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else a for a in arguments]
-    pointers = (ctypes.c_void_p * len(holders))(*map(ctypes.addressof, holders))
-    _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+    return config
 
 
 def _attribute(grid: Grid) -> Any:
