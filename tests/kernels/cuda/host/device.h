@@ -1,8 +1,8 @@
 // Multiprocessors on the CPU, in place of what is written in PTX: the threads of a grid take turns.
 //
 // Barriers, warps and the copy engine behave as PTX has them; copies, and words for other blocks, land late and out of
-// order. What a GPU would not forgive ends the run with a message: a copy outside of its buffers or not aligned, an index
-// outside of its array, one arrival too many, a hang.
+// order. What a GPU would not forgive ends the run with a message: a copy outside of its buffers or not aligned, an
+// index outside of its array, one arrival too many, a hang.
 // Macros: IS_BF16.
 
 #include "turns.h"
@@ -247,15 +247,16 @@ inline u16 narrowed(float value) { return IS_BF16 ? to_bf16(value) : to_half(val
 inline float widened(u16 bits) { return IS_BF16 ? __uint_as_float((u32)bits << 16) : from_half(bits); }
 inline u32 packed(float low, float high) { return narrowed(low) | (u32)narrowed(high) << 16; }
 
-// The tensor cores: c += a b, by mma.m16n8k16. Lane 4 r + t has of a the rows r and r + 8, of b the column r, and of both
-// the ks 2 t, 2 t + 1 and, in its second half, 2 t + 8, 2 t + 9; of c the columns 2 t and 2 t + 1 of its rows.
+// The tensor cores: c += a b, by mma.m16n8k16. Lane 4 r + t has of a the rows r and r + 8, of b the column r, and of
+// both the ks 2 t, 2 t + 1 and, in its second half, 2 t + 8, 2 t + 9; of c the columns 2 t and 2 t + 1 of its rows.
 inline void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
     struct Given { u32 a[2][2], b[2]; };  // a: by half of k and of rows
     const Given* given = device::of_all_lanes(Given{{{a.x, a.y}, {a.z, a.w}}, {b0, b1}});
     const u32 row = threadIdx.x % device::LANES / 4, column = threadIdx.x % 4 * 2;
     for (u32 i = 0; i < 4; i++)
         for (u32 k = 0; k < 8; k++) {
-            const u32 left = given[4 * row + k % 4].a[k / 4][i / 2], right = given[4 * (column + i % 2) + k % 4].b[k / 4];
+            const u32 left = given[4 * row + k % 4].a[k / 4][i / 2];
+            const u32 right = given[4 * (column + i % 2) + k % 4].b[k / 4];
             c[i] += widened(left & 0xFFFF) * widened(right & 0xFFFF);
             c[i] += widened(left >> 16) * widened(right >> 16);
         }

@@ -1,7 +1,7 @@
 // The threads of a grid take turns on one thread of the CPU: each runs until it waits.
 //
-// Who comes next is random, by a seed; threads, warps and blocks nap, so that others run ahead of them as far as the kernel
-// lets them. A fault ends the run with a message.
+// Who comes next is random, by a seed; threads, warps and blocks nap, so that others run ahead of them as far as the
+// kernel lets them. A fault ends the run with a message.
 
 #include <setjmp.h>
 #include <stdio.h>
@@ -126,14 +126,14 @@ inline void take_turns() {
     for (u32 i = 0; i < order.size(); i++) {
         const u32 index = order[(first + i) % order.size()];
         Thread& thread = threads[index];
-        if (thread.over || (thread.watched && *thread.watched == thread.seen) || naps_now(thread, index / LANES)) continue;
-        take_turn(thread);
+        const bool waits = thread.watched && *thread.watched == thread.seen;
+        if (!thread.over && !waits && !naps_now(thread, index / LANES)) take_turn(thread);
     }
     self = nullptr;
 }
 
-// Runs `entry` on every thread of the grid, `between_rounds` again and again, and `after` when all are over. Returns what
-// went wrong, or nothing.
+// Runs `entry` on every thread of the grid, `between_rounds` again and again, and `after` when all are over. Returns
+// what went wrong, or nothing.
 template <class Between, class After>
 const char* run(u32 blocks, u32 threads_of_block, u64 seed, void (*entry)(), Between between_rounds, After after) {
     gridDim.x = blocks, kernel = entry, state = seed * 2654435769u + 1;
