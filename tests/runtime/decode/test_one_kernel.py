@@ -1,6 +1,7 @@
 """What a step as one kernel is compiled for, and what it refuses.
 
-The kernel itself runs on a GPU only (test_on_gpu.py); its oracle, `TorchStep`, is tested in test_program.py.
+What it computes is tested on a GPU in test_on_gpu.py, and on the CPU in tests/kernels/cuda/test_step_on_host.py; its
+oracle, `TorchStep`, in test_program.py.
 """
 
 from __future__ import annotations

@@ -1,84 +1,87 @@
-// A multiprocessor on the CPU: stands in for primitives.cuh, so that a kernel of one block at a time runs as threads.
+// Multiprocessors on the CPU, in place of what is written in PTX: the threads of a grid take turns.
 //
-// Barriers, warps and the copy engine behave as PTX has them; copies land late and out of order. What a GPU would not
-// forgive ends the run with a message: a copy outside of its buffers or not aligned, one arrival too many, a hang.
-// Macro: PATIENCE (seconds until a wait is a hang).
+// Barriers, warps and the copy engine behave as PTX has them; copies, and words for other blocks, land late and out of
+// order. What a GPU would not forgive ends the run with a message: a copy outside of its buffers or not aligned, an
+// index outside of its array, one arrival too many, a hang.
+// Macros: IS_BF16.
 
-#include <unistd.h>
+#include "turns.h"
 
-#include <algorithm>
-#include <barrier>
-#include <chrono>
-#include <cmath>
-#include <condition_variable>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
+#include <math.h>
+#include <string.h>
+
 #include <map>
-#include <memory>
-#include <mutex>
-#include <random>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __shared__
 #define __launch_bounds__(threads, blocks)
 #define asm
-#define volatile(...) instruction(#__VA_ARGS__)  // `asm volatile(...)`, the only use that kernels make of the word
+#define volatile(...)  // `asm volatile(...)`: fences between the threads and the copy engine
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
 typedef unsigned short u16;
-enum { LINEAR, SILU, GELU_TANH, RELU, GELU, RELU2 };
-constexpr int WARP = 32;
-
-struct uint4 { u32 x, y, z, w; };
-inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-struct Index { int x; };
-inline thread_local Index threadIdx;
-inline Index blockIdx, gridDim;
 using std::max;
 using std::min;
+using turns::fault;
 
-[[noreturn]] inline void fault(const char* what) {
-    printf("%s: block %d, thread %d\n", what, blockIdx.x, threadIdx.x);
-    fflush(stdout);
-    _exit(1);
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+namespace device {
+
+using turns::LANES;
+constexpr u32 GUARD = 256;
+
+struct Warp {
+    turns::Meeting meeting;
+    alignas(16) char given[2][LANES][32];
+};
+
+struct Block {
+    std::vector<char> memory;  // and a guard behind it
+    turns::Meeting all, consumers;
+    std::vector<Warp> warps;
+};
+
+inline std::vector<Block> blocks;
+inline Block& block() { return blocks[blockIdx.x]; }
+inline char* shared_memory() { return block().memory.data(); }
+inline Warp& warp() { return block().warps[threadIdx.x / LANES]; }
+
+// What each lane of the warp gives. Valid until the warp exchanges again: lanes are never two exchanges apart.
+template <class T>
+const T* of_all_lanes(T own) {
+    T* given = (T*)warp().given[turns::self->exchanges++ % 2];
+    given[threadIdx.x % LANES] = own;
+    warp().meeting.arrive_and_wait();
+    return given;
 }
+
+}  // namespace device
 
 // Threads that meet.
 
-typedef std::unique_ptr<std::barrier<>> Meeting;
-inline Meeting block, consumers;
-inline std::vector<Meeting> warps;
-inline float given[64][WARP];
+inline void __syncthreads() { device::block().all.arrive_and_wait(); }
+inline void __syncwarp() { device::warp().meeting.arrive_and_wait(); }
+inline void sync_consumers() { device::block().consumers.arrive_and_wait(); }
 
-inline void __syncthreads() { block->arrive_and_wait(); }
-inline void __syncwarp() { warps[threadIdx.x / WARP]->arrive_and_wait(); }
-inline void instruction(const char* text) {
-    if (strstr(text, "bar.sync 1,")) consumers->arrive_and_wait();
-}
+template <class T>
+T __shfl_xor_sync(u32, T value, int apart) { return device::of_all_lanes(value)[threadIdx.x % device::LANES ^ apart]; }
 
-inline float __shfl_xor_sync(u32, float value, int apart) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    given[warp][lane] = value;
-    __syncwarp();
-    const float taken = given[warp][lane ^ apart];
-    __syncwarp();
-    return taken;
-}
-
-inline float sum_of_warp(float sum) {
-    for (int apart = 1; apart < WARP; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    return sum;
+template <class T>
+T __shfl_down_sync(u32, T value, u32 apart) {
+    const u32 lane = threadIdx.x % device::LANES;
+    return device::of_all_lanes(value)[lane + apart < device::LANES ? lane + apart : lane];
 }
 
 // Barriers in shared memory ("mbarrier").
+
+namespace device {
 
 struct Barrier {
     u32 count, pending;
@@ -86,120 +89,180 @@ struct Barrier {
     u64 phase = 0;
 };
 inline std::map<const void*, Barrier> barriers;
-inline std::mutex lock;
-inline std::condition_variable changed;
-constexpr auto HANG = std::chrono::seconds(PATIENCE);
 
-inline void change(const void* at, u32 arrivals, long long bytes) {  // under the lock
+inline void change(const void* at, u32 arrivals, long long bytes) {
     Barrier& barrier = barriers.at(at);
     if (arrivals > barrier.pending) fault("arrives too often");
     barrier.pending -= arrivals;
     barrier.bytes += bytes;
+    turns::events++;
     if (barrier.pending || barrier.bytes) return;
     barrier.pending = barrier.count;
     barrier.phase++;
-    changed.notify_all();
 }
 
-template <class Time>
-bool passes(const void* at, u32 parity, Time time) {
-    std::unique_lock held(lock);
-    return changed.wait_for(held, time, [&] { return barriers.at(at).phase % 2 != parity; });
-}
+}  // namespace device
 
-inline void barrier_init(u64* at, u32 count) { barriers[at] = {count, count}; }
-inline void barrier_wait(u64* at, u32 parity) {
-    if (!passes(at, parity, HANG)) fault("hangs");
-}
+inline void barrier_init(u64* at, u32 count) { device::barriers[at] = {count, count}; }
+inline void barrier_expect(u64* at, u32 bytes) { device::change(at, 1, bytes); }
+inline void barrier_arrive(u64* at) { device::change(at, 1, 0); }
 inline bool barrier_passed(u64* at, u32 parity, u32) {
-    static thread_local int tries = 0;
-    const auto some_time = std::chrono::microseconds(50);
-    const bool passed = passes(at, parity, some_time);
-    tries = passed ? 0 : tries + 1;
-    if (tries > HANG / some_time) fault("hangs");
-    return passed;
+    turns::pause();
+    return device::barriers.at(at).phase % 2 != parity;
 }
-inline void barrier_expect(u64* at, u32 bytes) {
-    const std::lock_guard held(lock);
-    change(at, 1, bytes);
-}
-inline void barrier_arrive(u64* at) {
-    const std::lock_guard held(lock);
-    change(at, 1, 0);
-}
-inline void release(u64* empty) {
-    if (threadIdx.x % WARP == 0) barrier_arrive(empty);
+inline void barrier_wait(u64* at, u32 parity) {
+    const u64& phase = device::barriers.at(at).phase;
+    while (phase % 2 == parity) turns::await_change(phase, phase);
 }
 
 // The copy engine.
 
-typedef std::pair<const char*, size_t> Stretch;
+namespace device {
+
+struct Memory {
+    const char* from;
+    u64 bytes;
+
+    bool holds(const void* at, u64 some) const {
+        return at >= from && (const char*)at + some <= from + bytes;
+    }
+};
 struct Copy {
     void* to;
     const void* from;
     u32 bytes;
     u64* barrier;
 };
-inline std::vector<Stretch> readable;
-inline Stretch ring_memory;
+inline std::vector<Memory> readable;
+inline std::vector<Memory> rings;  // of blocks
 inline std::vector<Copy> copies;
 inline u64 bytes_read;
-inline int announced;
-
-inline bool within(const void* from, u32 bytes, Stretch stretch) {
-    return from >= stretch.first && (const char*)from + bytes <= stretch.first + stretch.second;
-}
 
 inline void check_source(const void* from, u32 bytes) {
-    if ((uintptr_t)from % 16 || bytes % 16 || bytes == 0) fault("copies what is not aligned");
-    if (std::none_of(readable.begin(), readable.end(), [&](Stretch one) { return within(from, bytes, one); }))
+    if ((u64)from % 16 || bytes % 16 || bytes == 0) fault("copies what is not aligned");
+    if (std::none_of(readable.begin(), readable.end(), [&](Memory one) { return one.holds(from, bytes); }))
         fault("reads outside");
 }
 
-inline u32 address(const void* shared) { return (u32)(uintptr_t)shared; }
-inline u64 evict_first() { return 0; }
-inline void prefetch_bytes(const void* from, u32 bytes) { check_source(from, bytes); }
-inline void load_bytes_once(void* to, const void* from, u32 bytes, u64* barrier, u64) {
-    check_source(from, bytes);
-    if ((uintptr_t)to % 16 || !within(to, bytes, ring_memory)) fault("writes outside");
-    const std::lock_guard held(lock);
-    bytes_read += bytes;
-    copies.push_back({to, from, bytes, barrier});
-}
-
-// One copy, if there is any.
-inline bool copy_one(std::mt19937& random) {
-    const std::lock_guard held(lock);
-    if (copies.empty()) return false;
-    std::swap(copies[random() % copies.size()], copies.back());
+inline void land_a_copy() {
+    if (copies.empty() || turns::random(4)) return;
+    std::swap(copies[turns::random(copies.size())], copies.back());
     const Copy copy = copies.back();
     copies.pop_back();
     memcpy(copy.to, copy.from, copy.bytes);
     change(copy.barrier, 0, -(long long)copy.bytes);
-    return true;
 }
 
+}  // namespace device
+
+inline u64 evict_first() { return 0; }
+inline void prefetch_bytes(const void* from, u32 bytes) { device::check_source(from, bytes); }
+inline void load_bytes_once(void* to, const void* from, u32 bytes, u64* barrier, u64) {
+    device::check_source(from, bytes);
+    if ((u64)to % 16 || !device::rings[blockIdx.x].holds(to, bytes)) fault("writes outside");
+    device::bytes_read += bytes;
+    device::copies.push_back({to, from, bytes, barrier});
+}
+
+// Words that blocks write for each other. Those of one address land in order; and those of a block, at its fences.
+
+namespace device {
+
+struct Word {
+    u64 *to, data;
+    u32 block;
+};
+inline std::vector<Word> words;
+
+template <class Which>
+void land_words(Which which) {
+    const auto landed = [&](const Word& word) {
+        if (!which(word)) return false;
+        *word.to = word.data;
+        turns::events++;
+        return true;
+    };
+    words.erase(std::remove_if(words.begin(), words.end(), landed), words.end());
+}
+
+}  // namespace device
+
+inline void put_word(u64* to, u32 data, u32 epoch) {
+    device::land_words([&](const device::Word& word) { return word.to == to; });
+    device::words.push_back({to, (u64)epoch << 32 | data, blockIdx.x});
+}
+inline void load_words(const u64* from, u64& low, u64& high) {
+    turns::pause();
+    low = from[0], high = from[1];
+}
+inline void __threadfence() {
+    device::land_words([](const device::Word& word) { return word.block == blockIdx.x; });
+}
+inline u64 atomicMax(u64* at, u64 value) { return std::exchange(*at, max(*at, value)); }
+inline u64 atomicExch(u64* at, u64 value) { return std::exchange(*at, value); }
+inline u32 atomicAdd(u32* at, u32 value) { return std::exchange(*at, *at + value); }
+
+inline u32 announced;
 inline void wait_for_predecessor() {}
 inline void launch_dependents() { announced++; }
-inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count() * 2; }  // at 2 GHz
-
-// Numbers: bf16.
-
-inline float widened(u16 bits) {
-    const u32 wide = (u32)bits << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
+inline long long clock64() {
+    static long long cycles = 0;
+    return cycles += 10;
 }
-inline float low_of(u32 pair) { return widened(pair & 0xFFFF); }
-inline float high_of(u32 pair) { return widened(pair >> 16); }
-inline u16 rounded(float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return std::isnan(value) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-inline u32 packed(float low, float high) { return rounded(low) | (u32)rounded(high) << 16; }
-inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
-inline float activated(float gate) { return gate / (1 + std::exp(-gate)); }  // SiLU
 
-inline char memory[1 << 18];
+// Numbers.
+
+template <class To, class From>
+To same_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline u32 __float_as_uint(float value) { return same_bits<u32>(value); }
+inline float __uint_as_float(u32 bits) { return same_bits<float>(bits); }
+inline float __int_as_float(int bits) { return same_bits<float>(bits); }
+inline float rsqrtf(float value) { return 1 / sqrtf(value); }
+inline float __expf(float value) { return expf(value); }
+inline float __fdividef(float of, float by) { return of / by; }
+inline u32 __cvta_generic_to_shared(const void* shared) { return (u32)(u64)shared; }
+
+inline u16 to_half(float value) {
+    const u16 sign = signbit(value) ? 0x8000 : 0;
+    value = fabsf(value);
+    if (!(value < 65520)) return sign | (isnan(value) ? 0x7FFF : 0x7C00);
+    const int exponent = value < 0x1p-14f ? -14 : ilogbf(value);
+    return sign | (exponent + 14) * 1024 + (int)nearbyintf(ldexpf(value, 10 - exponent));
+}
+inline float from_half(u16 bits) {
+    const int exponent = bits >> 10 & 31, rest = bits & 1023;
+    const float value = exponent ? ldexpf(1024 + rest, exponent - 25) : ldexpf(rest, -24);
+    return copysignf(exponent < 31 ? value : rest ? NAN : INFINITY, bits >> 15 ? -1 : 1);
+}
+inline u16 to_bf16(float value) {
+    const u32 bits = __float_as_uint(value);
+    return isnan(value) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline u16 narrowed(float value) { return IS_BF16 ? to_bf16(value) : to_half(value); }
+inline float widened(u16 bits) { return IS_BF16 ? __uint_as_float((u32)bits << 16) : from_half(bits); }
+inline u32 packed(float low, float high) { return narrowed(low) | (u32)narrowed(high) << 16; }
+
+// The tensor cores: c += a b, by mma.m16n8k16. Lane 4 r + t has of a the rows r and r + 8, of b the column r, and of
+// both the ks 2 t, 2 t + 1 and, in its second half, 2 t + 8, 2 t + 9; of c the columns 2 t and 2 t + 1 of its rows.
+inline void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+    struct Given { u32 a[2][2], b[2]; };  // a: by half of k and of rows
+    const Given* given = device::of_all_lanes(Given{{{a.x, a.y}, {a.z, a.w}}, {b0, b1}});
+    const u32 row = threadIdx.x % device::LANES / 4, column = threadIdx.x % 4 * 2;
+    for (u32 i = 0; i < 4; i++)
+        for (u32 k = 0; k < 8; k++) {
+            const u32 left = given[4 * row + k % 4].a[k / 4][i / 2];
+            const u32 right = given[4 * (column + i % 2) + k % 4].b[k / 4];
+            c[i] += widened(left & 0xFFFF) * widened(right & 0xFFFF);
+            c[i] += widened(left >> 16) * widened(right >> 16);
+        }
+}
+
+// What the compiler puts before every index of an array.
+extern "C" inline void __attribute__((used)) __ubsan_handle_out_of_bounds(void*, void*) {
+    fault("indexes outside of an array");
+}
