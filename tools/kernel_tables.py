@@ -72,7 +72,8 @@ def stages_table(name: str) -> str:
 
 
 def _stages_line(run: dict[str, Any]) -> tuple[object, ...]:
-    step, share = f"{run['step_us']:,.1f}", f"{run['percent_of_limit']:.1f}"
+    step, percent = f"{run['step_us']:,.1f}", run["percent_of_limit"]
+    share = "" if percent is None else f"{percent:.1f}"
     return run["stage"], run["form"], run["shape"], run["variant"], step, share
 
 
