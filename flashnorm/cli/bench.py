@@ -34,7 +34,6 @@ def op(
     quiet: Quiet = False,
 ) -> None:
     """Time the deferred norm against every norm-then-linear that is installed."""
-
     from flashnorm.bench.limits import measure_ceilings
     from flashnorm.bench.op import gated_shapes, linear_shapes, measure, summarise
     from flashnorm.bench.record import op_record, provenance, write

@@ -23,7 +23,6 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Time RMSNorm then linear in e4m3, with the norm in a scale, against a fused norm and quantisation."""
-
     from flashnorm.bench.fp8 import contenders, fp8_ceilings, launched, measure, operands_of, require_fp8, shapes
     from flashnorm.bench.fp8_record import fp8_record, summary_sentence
     from flashnorm.bench.record import provenance, write
