@@ -101,7 +101,10 @@ def test_every_name_of_torch_that_is_used_exists() -> None:
     chains = {chain for path in paths for chain in _chains(path) if chain[0] == "torch"}
     chains = {chain for chain in chains if chain[:3] != ("torch", "ops", "flashnorm")}
     assert {("torch", "cuda", "graph_pool_handle"), ("torch", "_C", "_cuda_endAllocateToPool")} <= chains
-    assert _missing(chains) == set()
+    # Builds without CUDA have not this one; PyTorch's own graphs call it.
+    cleared, graphs = "torch._C._cuda_clearCublasWorkspaces", Path(torch.__file__).parent / "_inductor/cudagraph_trees.py"
+    assert cleared in graphs.read_text(encoding="utf-8")
+    assert _missing(chains) - {cleared} == set()
     assert _missing({("torch", "cuda", "Stream", "number")}) == {"torch.cuda.Stream.number"}
 
 
