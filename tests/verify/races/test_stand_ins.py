@@ -102,8 +102,8 @@ def test_every_name_of_torch_that_is_used_exists() -> None:
     chains = {chain for chain in chains if chain[:3] != ("torch", "ops", "flashnorm")}
     assert {("torch", "cuda", "graph_pool_handle"), ("torch", "_C", "_cuda_endAllocateToPool")} <= chains
     # Builds without CUDA have not this one; PyTorch's own graphs call it.
-    cleared, graphs = "torch._C._cuda_clearCublasWorkspaces", Path(torch.__file__).parent / "_inductor/cudagraph_trees.py"
-    assert cleared in graphs.read_text(encoding="utf-8")
+    cleared, own = "torch._C._cuda_clearCublasWorkspaces", "_inductor/cudagraph_trees.py"
+    assert cleared in (Path(torch.__file__).parent / own).read_text(encoding="utf-8")
     assert _missing(chains) - {cleared} == set()
     assert _missing({("torch", "cuda", "Stream", "number")}) == {"torch.cuda.Stream.number"}
 
