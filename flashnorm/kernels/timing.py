@@ -1,13 +1,14 @@
 """Timing on the device: CUDA graphs of many calls, operands rotated so that weights always come from memory.
 
-A graph holds one call per copy of the operands. The copies of the weight together exceed the L2 cache, so no call
-finds its weight there; one replay divided by the number of calls is one sample.
+A graph holds one call per copy of the operands, or several where there are few copies, so that what a replay itself
+costs is shared by many calls. The copies of the weight together exceed the L2 cache, so no call finds its weight there;
+one replay divided by the number of calls is one sample.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from flashnorm.kernels.capture import capturing
 
 COLD_BYTES = 150_000_000  # two and a half times the L2 of an H200
+LEAST_CALLS = 16  # of one replay, whose own cost, some microseconds, is no part of a call
 WARM_REPLAYS = 3
 
 
@@ -63,31 +65,38 @@ def cold_operands(m: int, k: int, n: int, dtype: torch.dtype, device: torch.devi
     )
 
 
-def capture(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `call(0)` to `call(calls - 1)`, after one run outside of it."""
+def capture(call: Callable[[int], object], order: Sequence[int]) -> torch.cuda.CUDAGraph:
+    """A graph of `call(index)` for each index of `order`, after one run outside of it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for index in range(calls):
+        for index in order:
             call(index)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
-        for index in range(calls):
+        for index in order:
             call(index)
     return graph
 
 
-def time_side_by_side(contenders: Mapping[str, Callable[[int], object]], calls: int, repeats: int) -> dict[str, Timing]:
-    """Time each contender's graph of `calls` calls, taking turns, so that a drifting clock touches all alike."""
-    graphs = {name: capture(call, calls) for name, call in contenders.items()}
+def time_side_by_side(
+    contenders: Mapping[str, Callable[[int], object]], copies: int, repeats: int
+) -> dict[str, Timing]:
+    """Time each contender's graph of calls, taking turns, so that a drifting clock touches all alike.
+
+    A contender is a function of the copy of the operands that it takes, below `copies`. A graph goes through them all,
+    again and again until it has `LEAST_CALLS` calls.
+    """
+    order = [*range(copies)] * -(-LEAST_CALLS // copies)
+    graphs = {name: capture(call, order) for name, call in contenders.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM_REPLAYS + repeats):
         for name, graph in graphs.items():
             elapsed = _replay(graph)
             if turn >= WARM_REPLAYS:
-                samples[name].append(elapsed * 1e3 / calls)
+                samples[name].append(elapsed * 1e3 / len(order))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 

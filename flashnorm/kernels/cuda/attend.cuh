@@ -305,7 +305,10 @@ __device__ __forceinline__ void attend_stretch(
 #pragma unroll 1
         for (int token = warp * AT_ONCE; token < count; token += 2 * NEXT)
             see(heads, seen, q, keys, keys + SLOT / 4, token, count, layer);
-        done(ring, at);
+        u32 read = __float_as_uint(seen.total[0]);
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; i++) read ^= __float_as_uint(seen.mixed[0][i][0]);
+        done(ring, at, read);
     }
     if (first && warp == WARPS - 1) see(heads, seen, q, heads.fresh[0], heads.fresh[1], 0, 1, layer);
 #pragma unroll

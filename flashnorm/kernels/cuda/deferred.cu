@@ -182,6 +182,10 @@ __device__ __forceinline__ void take_scales(Rows& shared, const TensorMap* rows,
 #pragma unroll
         for (int i = 0; i < BOXES * GROUPS; i++)
             sums[i % GROUPS] = add_squares(((uint4*)ring[slot])[i * WARP + lane], sums[i % GROUPS]);
+        u32 read = 0;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) read ^= __float_as_uint(sums[i]);
+        loads_have_come(read);
         __syncwarp();
         if (lane == 0) ahead.bring(problem, rows, ring[slot], &full[slot]);
         if (++slot == PIECES) slot = 0, phase ^= 1;

@@ -110,8 +110,12 @@ __device__ __forceinline__ void sum_rows(
         for (int part = 0; part < parts; part++) {
             const u16* weights = (const u16*)await(ring, at) + piece * By::columns;
             uint4 w[By::blocks];
+            u32 read = 0;
 #pragma unroll
-            for (int i = 0; i < By::blocks; i++) w[i] = eight_of<WIDTH>(weights, piece, i);
+            for (int i = 0; i < By::blocks; i++) {
+                w[i] = eight_of<WIDTH>(weights, piece, i);
+                read ^= w[i].x;
+            }
             float c[By::sets][CHAINS][4] = {};
 #pragma unroll
             for (int i = 0; i < By::parts; i++) {
@@ -119,7 +123,7 @@ __device__ __forceinline__ void sum_rows(
                 multiply(chain, w[i % By::blocks], x.eights[i].x, x.eights[i].y);
                 if (REST) multiply(chain, w[i % By::blocks], rest.eights[i].x, rest.eights[i].y);
             }
-            done(ring, at);
+            done(ring, at, read);
             float sum = 0;
 #pragma unroll
             for (int i = 0; i < CHAINS; i++) {

@@ -43,7 +43,17 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 
-// One lane arrives for its warp, which has read all it needs.
+// Until the loads from which `value` was made have come. Nothing else keeps the copy engine from overwriting what they have
+// yet to read: an arrival at a barrier takes another way through the multiprocessor than loads from shared memory, and
+// passes those that are held up behind another kernel's. So an instruction that uses what was loaded has to come between;
+// this one counts an event, of which nobody keeps count, for one value in four billion.
+__device__ __forceinline__ void loads_have_come(u32 value) {
+    asm volatile("{ .reg .pred used;\n"
+                 "setp.eq.u32 used, %0, 0x9E3779B9;\n"
+                 "@used pmevent 0; }" ::"r"(value) : "memory");
+}
+
+// One lane arrives for its warp, which has read all it needs: its loads have come.
 __device__ __forceinline__ void release(u64* empty) {
     if (threadIdx.x % WARP == 0) barrier_arrive(empty);
 }

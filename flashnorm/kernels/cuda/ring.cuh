@@ -85,8 +85,9 @@ __device__ __forceinline__ const char* await(Ring& ring, const Cursor& at) {
     return ring.slots[at.slot];
 }
 
-// The warp has read all it needs of the slot.
-__device__ __forceinline__ void done(Ring& ring, Cursor& at) {
+// The warp has read all it needs of the slot. `read` is made from every load of it.
+__device__ __forceinline__ void done(Ring& ring, Cursor& at, u32 read) {
+    loads_have_come(read);
     __syncwarp();
     release(&ring.empty[at.slot]);
     at.advance();

@@ -173,10 +173,15 @@ __device__ __forceinline__ void multiply(Ring& ring, Cursor& at, const Input& x,
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         uint4 values[ROWS][VECTORS];
+        u32 read = 0;
         const u16* from = (const u16*)await(ring, at);
 #pragma unroll
-        for (int row = 0; row < ROWS; row++) read_chunk(from + row * PITCH, chunk, values[row]);
-        done(ring, at);
+        for (int row = 0; row < ROWS; row++) {
+            read_chunk(from + row * PITCH, chunk, values[row]);
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) read ^= values[row][i].x;
+        }
+        done(ring, at, read);
 #pragma unroll
         for (int row = 0; row < ROWS; row++)
 #pragma unroll

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +175,29 @@ def test_the_instruction_names_every_register_once(columns):
     text = wgmma_source(columns, "bf16")
     assert sorted(map(int, re.findall(r"products\[(\d+)\]", text))) == list(range(columns // 2))
     assert f"m64n{columns}k16.f32.bf16.bf16" in text
+
+
+def overtaking(text: str, folder: Path) -> list[str]:
+    """The consumers' arrivals, in machine code, with loads in front of them and no use of what those loaded between."""
+    knobs = pytest.importorskip("triton", reason="Triton brings the disassembler").knobs
+    code = folder / "kernel.cubin"
+    code.write_bytes(compiler.cubin(text, "sm_90a"))
+    disassembled = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", code], capture_output=True, text=True, check=True)
+    on_the_way, found = False, []
+    for line in disassembled.stdout.splitlines():
+        on_the_way = "LDS.128" in line or (on_the_way and "PMTRIG" not in line)
+        if "SYNCS.ARRIVE.TRANS64.A1T0" in line and on_the_way:
+            found.append(line.strip())
+    assert "SYNCS.ARRIVE.TRANS64.A1T0" in disassembled.stdout
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["streamed", "step"])
+def test_no_slot_is_handed_back_before_its_loads_have_come(kernel, tmp_path):
+    shape = STEPS["llama 1b"]
+    text = {
+        "streamed": streamed.source(Streamed(2048, 2, 8, 1, 0, 4), 4096, torch.bfloat16),
+        "step": decode_step.source(shape, decode_step.settings_for(shape)),
+    }[kernel]
+    assert overtaking(text, tmp_path) == []
+    assert overtaking(text.replace("    loads_have_come(read);\n", ""), tmp_path)

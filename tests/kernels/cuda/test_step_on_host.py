@@ -283,7 +283,7 @@ WEIGHTS = "float weights[WARPS][2 * AT_ONCE][AT_ONCE]", "float weights[WARPS][AT
             95,
             [
                 ("*)await(ring, at);\n#pragma", "*)await(ring, at);\nrelease(&ring.empty[at.slot]);\n#pragma"),
-                ("count, layer);\n        done(ring, at)", "count, layer);\n        at.advance()"),
+                ("        done(ring, at, read)", "        at.advance()"),
             ],
             id="a slot is released too early",
         ),

@@ -106,6 +106,7 @@ inline void change(const void* at, u32 arrivals, long long bytes) {
 inline void barrier_init(u64* at, u32 count) { device::barriers[at] = {count, count}; }
 inline void barrier_expect(u64* at, u32 bytes) { device::change(at, 1, bytes); }
 inline void barrier_arrive(u64* at) { device::change(at, 1, 0); }
+inline void loads_have_come(u32) {}  // here they always have: see test_compile.py
 inline bool barrier_passed(u64* at, u32 parity, u32) {
     turns::pause();
     return device::barriers.at(at).phase % 2 != parity;
