@@ -105,6 +105,7 @@ class Replica:
         """Give the copy's memory back at once: it is part of a cycle, which Python collects some time or other."""
         for parameter in self.module.parameters():
             parameter.data = parameter.data.new_empty(0)
+        self.seen, self._reader = Surroundings(), _unread  # logits among what was seen
 
     def run(self, ids: Tensor, reader: Reader, *, start: int = 0) -> Tensor:
         """Logits (rows, tokens, vocabulary) fp32 of `ids` (rows, tokens), which stand at positions from `start` on.

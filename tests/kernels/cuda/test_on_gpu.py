@@ -73,6 +73,8 @@ def test_streamed_matches_fp64(k, n, config, dtype):
         (Streamed(2048, 2, 8, 1, 0, 4),),  # or at once, and five at a time
         (Gemv(2, 4096, 8),),
         (Gemv(2, 1024, 4),),
+        (TmaGemm(64, 128, 1, 6, "beside"),),
+        (TmaGemm(64, 32, 1, 16, "inside"), Gemv(2, 4096, 8), TmaGemm(64, 48, 1, 8, "beside")),
         # One that lets the next kernel in before its own wait, among kernels that do so after it.
         (Streamed(2048, 2, 8, 1, 0, 4), Gemv(2, 4096, 8), SplitK(64, 128, 4), NormLinear()),
     ],

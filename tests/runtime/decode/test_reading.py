@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import transformers
@@ -221,18 +224,30 @@ def test_an_unreadable_forward_is_a_refusal_with_its_error():
 
 
 def test_the_copy_that_is_read_gives_its_memory_back_at_once(monkeypatch):
-    """On a GPU nothing else makes Python look for garbage, and the copy holds embedding and head in fp32."""
+    """On a GPU nothing else makes Python look for garbage, and the copy holds embedding and head in fp32, and logits."""
     copies: list[nn.Parameter] = []
+    shown: list[weakref.ref[torch.Tensor]] = []
 
     class Watched(reading.Replica):
         def __init__(self, model: nn.Module) -> None:
             super().__init__(model)
             copies.extend(self.module.parameters())
 
+        def run(self, *args, **options) -> torch.Tensor:
+            logits = super().run(*args, **options)
+            shown.append(weakref.ref(logits))
+            return logits
+
     monkeypatch.setattr(reading, "Replica", Watched)
     model = tiny("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    read_spec(model, max_length=LENGTH)
-    assert copies
-    assert not any(parameter.numel() for parameter in copies)
+    gc.disable()
+    try:
+        read_spec(model, max_length=LENGTH)
+        assert copies
+        assert not any(parameter.numel() for parameter in copies)
+        assert shown
+        assert all(logits() is None for logits in shown)
+    finally:
+        gc.enable()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
