@@ -27,7 +27,7 @@ MATRIX_ROWS = 64
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _NAMES = {dtype: name for name, dtype in CODES.items()}
 _TABLE_BY_CAPABILITY = {HOPPER: "hopper-eight-bits.json"}
-_FLOAT8_FROM = (8, 9)
+CAPABILITY = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}  # from which on a GPU multiplies such codes
 # (codes, K, N) to rows to configuration.
 Table = Mapping[tuple[str, int, int], Mapping[int, Config]]
 
@@ -76,9 +76,7 @@ def fits(config: Config, problem: Problem) -> bool:
     """Whether `config` can run `problem` at all."""
     if isinstance(config, Reference):
         return True
-    integer = problem.codes == torch.int8
-    has_codes = problem.capability >= ((8, 0) if integer else _FLOAT8_FROM)
-    if not has_codes or problem.k > WIDEST_ROW:
+    if problem.capability < CAPABILITY[problem.codes] or problem.k > WIDEST_ROW:
         return False
     match config:
         case CodesGemv():
@@ -86,7 +84,7 @@ def fits(config: Config, problem: Problem) -> bool:
         case CodesSplitK():
             return problem.m <= MATRIX_ROWS and _reachable(problem) and problem.capability == HOPPER
         case Library():
-            scales = integer or problem.capability == HOPPER or problem.dtype != torch.float32
+            scales = problem.codes == torch.int8 or problem.capability == HOPPER or problem.dtype != torch.float32
             return _reachable(problem) and problem.n % 16 == 0 and scales
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashnorm.kernels import reference
 from flashnorm.kernels.w8a8_configs import CodesGemv, CodesSplitK, Config, Library, Reference
-from flashnorm.kernels.w8a8_products import LEAST_ROWS, float8_product, int8_product
+from flashnorm.kernels.w8a8_products import library_product, rows_of_codes
 
 
 def run(
@@ -27,7 +27,6 @@ def run(
     contiguous. `config` must be one that `w8a8_dispatch.fits` takes. `static_weight`: nothing that may still run writes
     the weight; the matrix-vector kernel uses that.
     """
-    integer = weight.dtype == torch.int8
     match config:
         case Reference():
             out.copy_(reference.rms_linear_w8a8(x, weight, weight_scale, eps, bias))
@@ -40,9 +39,8 @@ def run(
 
             codes_split_k(*_quantised(x, weight.dtype, len(x), eps), weight, weight_scale, bias, out, config)
         case Library():
-            product = int8_product if integer else float8_product
-            rows = max(len(x), LEAST_ROWS) if integer else len(x)
-            product(*_quantised(x, weight.dtype, rows, eps), weight, weight_scale, bias, out)
+            rows = rows_of_codes(len(x), weight.dtype)
+            library_product(*_quantised(x, weight.dtype, rows, eps), weight, weight_scale, bias, out)
 
 
 def _quantised(x: Tensor, dtype: torch.dtype, rows: int, eps: float) -> tuple[Tensor, Tensor]:
