@@ -3,8 +3,8 @@
 Each program owns `block_n` outputs. It holds its rows of W whole, as codes; then, for one row of x after another, it
 takes the largest magnitude and the sum of squares, makes the codes that `quantise` would have made, multiplies and
 scales once. So there is no pass over x beforehand: norm and quantisation are repeated by every program, while its
-codes of W are on their way. Products are exact and sums run in a fixed order. Any K whose row fits in the
-registers of a program, any N, any row stride.
+codes of W are on their way. Products are exact and sums run in a fixed order. Any K whose row fits in the registers
+of a program, any N, any row stride.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from flashnorm.kernels.w8a8_configs import CodesGemv
 
 
 @triton.jit
+def _row(addresses, k, K: tl.constexpr, WIDTH: tl.constexpr):
+    """The values at the addresses of columns `k`, zeros beyond K."""
+    if K == WIDTH:
+        return tl.load(addresses)
+    return tl.load(addresses, mask=k < K, other=0.0)
+
+
+@triton.jit
 def _codes_gemv_kernel(
     x,
     weight,
@@ -32,8 +40,8 @@ def _codes_gemv_kernel(
     weight_stride,
     out_stride,
     N,
-    K,
     eps,
+    K: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,24 +57,24 @@ def _codes_gemv_kernel(
     k = tl.arange(0, WIDTH)
     weights = weight + safe_n.to(tl.int64)[:, None] * weight_stride + k[None, :]
     if STATIC:  # nobody writes the weight, so it may be read before the wait
-        held = tl.load(weights, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        held = _row(weights, k[None, :], K, WIDTH)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if not STATIC:
-        held = tl.load(weights, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        held = _row(weights, k[None, :], K, WIDTH)
     column_scale = tl.load(weight_scale + safe_n)
     added = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
         added = tl.load(bias + safe_n).to(tl.float32)
     x += k
     out += n
-    following = tl.load(x, mask=k < K, other=0.0)
+    following = _row(x, k, K, WIDTH)
     for m in tl.static_range(ROWS):
         values = following.to(tl.float32)
         if m + 1 < ROWS:  # on its way while this row is reduced
             x += x_stride
-            following = tl.load(x, mask=k < K, other=0.0)
+            following = _row(x, k, K, WIDTH)
         factor, row_scale = row_statistics(values, K, eps, LARGEST)
         codes = to_codes(values * factor, weight, INTEGER, INTERPRETED)
         if INTEGER:
@@ -106,8 +114,8 @@ def codes_gemv(
         weight.stride(0),
         out.stride(0),
         N,
-        K,
         eps,
+        K=K,
         ROWS=M,
         WIDTH=triton.next_power_of_2(K),
         BLOCK_N=config.block_n,

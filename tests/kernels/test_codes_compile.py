@@ -27,7 +27,7 @@ TYPES = dict(x="*bf16", bias="*bf16", weight_scale="*fp32", row_scale="*fp32", c
 def ptx(kernel, types, constants, **options):
     names, types = kernel.arg_names, {**TYPES, **types}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = {n for n in names if signature[n].startswith("*")} | {"weight_stride", "x_stride", "K"}
+    aligned = {n for n in names if signature[n].startswith("*")} | {"weight_stride", "x_stride"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
     options = {"num_warps": 4, "launch_pdl": True, **options}
@@ -38,8 +38,8 @@ def ptx(kernel, types, constants, **options):
 def gemv(element, static):
     largest = 127.0 if element == "i8" else 448.0
     return ptx(_codes_gemv_kernel, dict(weight="*" + element, out="*bf16"), dict(
-        ROWS=2, WIDTH=4096, BLOCK_N=4, LARGEST=largest, INTEGER=element == "i8", INTERPRETED=False, HAS_BIAS=True,
-        STATIC=static, PDL=True))
+        K=4096, WIDTH=4096, ROWS=2, BLOCK_N=4, LARGEST=largest, INTEGER=element == "i8", INTERPRETED=False,
+        HAS_BIAS=True, STATIC=static, PDL=True))
 
 def split_k(element, split):
     out = "*bf16" if split == 1 else "*i32" if element == "i8" else "*fp32"
