@@ -23,12 +23,12 @@ _DIFFERENCES = ("difference", "99.9% interval", "control", "folding first is")
 
 def fp8(record: dict[str, Any]) -> str:
     """One line per shape of a record of `flashnorm bench fp8`, and which kernels ran."""
-    ceilings = record["ceilings"]
+    ceilings, codes = record["ceilings"], "int8" if record["kind"] == "int8" else "e4m3"
     kernels = "; ".join(f"{name}: {', '.join(map(_short, ran))}" for name, ran in record["kernels"].items())
     about = (
         f"{summary_sentence(record)}. {tables.where_from(record['provenance'])}. Limit: "
-        f"{ceilings['read_bytes_per_second'] / 1e12:.2f} TB/s read, {ceilings['e4m3_flops_per_second'] / 1e12:.0f} "
-        "TFLOP/s."
+        f"{ceilings['read_bytes_per_second'] / 1e12:.2f} TB/s read, "
+        f"{ceilings[f'{codes}_flops_per_second'] / 1e12:.0f} {'TOP/s' if codes == 'int8' else 'TFLOP/s'}."
     )
     ran = [f"Kernels of one call. {kernels}.", ""] if kernels else []
     return "\n".join([*table(table_titles(record), table_lines(record)), "", about, "", *ran])
@@ -92,6 +92,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "fp8-h200": (fp8, "flashnorm bench fp8 --record"),
+    "int8-h200": (fp8, "flashnorm bench fp8 --int8 --record"),
     "quantise-smollm2": (quantise, "python -m benchmarks.quantise"),
     "quantise-smollm2-dithered": (quantise, "python -m benchmarks.quantise --dithered"),
 }

@@ -1,8 +1,9 @@
-"""`flashnorm bench fp8`: the norm inside the activations' scale against a fused norm and quantisation, in e4m3.
+"""`flashnorm bench fp8`: the norm inside the activations' scale against a fused norm and quantisation, in eight bits.
 
-Both end in the same `torch._scaled_mm`, with a dynamic scale for each token and one for each output. All contenders of
-a shape are timed side by side, as CUDA graphs, weights cold. Nothing is timed before its codes and its output were
-compared with fp64.
+The baseline ends in the library's matmul, as ours does from some number of rows: `torch._scaled_mm` for e4m3 codes, and
+for int8 codes `torch._int_mm` with our kernel that applies the scales. There is a dynamic scale for each token and one
+for each output. All contenders of a shape are timed side by side, as CUDA graphs, weights cold. Nothing is timed before
+its codes and its output were compared with fp64.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashnorm.bench.limits import Ceilings, measure_ceilings
@@ -23,13 +25,16 @@ from flashnorm.kernels.codes import LARGEST, quantize_rows, quantize_weight
 from flashnorm.kernels.timing import COLD_BYTES, time_side_by_side
 from flashnorm.kernels.tuning import EPS, Shape
 from flashnorm.kernels.w8a8_bounds import codes_exceed, expected_rms_linear_w8a8, quotients_exceed
+from flashnorm.kernels.w8a8_configs import CodesGemv
+from flashnorm.kernels.w8a8_dispatch import CAPABILITY, CODES, choose, problem_of
 from flashnorm.kernels.w8a8_ops import rms_linear_w8a8
-from flashnorm.kernels.w8a8_products import float8_product
+from flashnorm.kernels.w8a8_products import library_product, rows_of_codes
 
 FUSED = "fused norm-quant"
 STATIC = "flashinfer, static scale"
 _MATRIX = 8192
 _FLOAT8 = torch.float8_e4m3fn
+_HALF = torch.bfloat16  # x and y
 _Call = Callable[[int], object]
 
 
@@ -47,6 +52,11 @@ class Operands:
     gain: Tensor
     static_value: float  # the scale of the largest normed magnitude of the first x, for every token
     static_scale: Tensor  # the same, (M,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the codes."""
+        return self.weight[0].dtype
 
 
 @dataclass(frozen=True)
@@ -88,28 +98,36 @@ def shapes() -> list[Shape]:
     return [Shape(m, k, n) for k, n in WEIGHTS for m in ROWS]
 
 
-def require_fp8(device: torch.device) -> None:
-    """Raise `DeviceError` where the device has no e4m3 matmul."""
-    if torch.cuda.get_device_capability(device) < (8, 9):
+def require_matmul(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `DeviceError` where the device has no matmul of codes of `dtype`."""
+    name, needed = (next(name for name, codes in CODES.items() if codes == dtype), CAPABILITY[dtype])
+    if torch.cuda.get_device_capability(device) < needed:
         raise DeviceError(
-            f"{torch.cuda.get_device_name(device)} has no e4m3 matmul; use a GPU of compute capability 8.9 or later"
+            f"{torch.cuda.get_device_name(device)} has no {name} matmul; use a GPU of compute capability "
+            f"{needed[0]}.{needed[1]} or later"
         )
 
 
 def measure(
-    ceilings: Ceilings, device: torch.device, chosen: Sequence[Shape], *, static: bool = False
+    ceilings: Ceilings,
+    device: torch.device,
+    chosen: Sequence[Shape],
+    *,
+    static: bool = False,
+    dtype: torch.dtype = _FLOAT8,
 ) -> Iterator[Row]:
-    """Time the shapes one after another. `static`: with FlashInfer's kernel too. Raises `CheckFailed`."""
+    """Time the shapes one after another, with codes of `dtype`. `static`: with FlashInfer's kernel too, which has e4m3
+    alone. Raises `CheckFailed`."""
     for shape in chosen:
-        yield _measure_row(shape, ceilings, device, static=static)
+        yield _measure_row(shape, ceilings, device, static=static, dtype=dtype)
 
 
-def fp8_ceilings(device: torch.device) -> Ceilings:
-    """Read bandwidth, and the rate of an e4m3 matmul of 8192³ with a scale for each row, on random data."""
-    left, right = (torch.randn(_MATRIX, _MATRIX, device=device).to(_FLOAT8) for _ in range(2))
+def ceilings_of(device: torch.device, dtype: torch.dtype = _FLOAT8) -> Ceilings:
+    """Read bandwidth, and the rate of a matmul of 8192³ codes with a scale for each row, on random data."""
+    left, right = (quantize_rows(torch.randn(_MATRIX, _MATRIX, device=device), dtype)[0] for _ in range(2))
     scales = torch.ones(_MATRIX, device=device)
-    out = torch.empty(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
-    timing = time_side_by_side({"": lambda _: float8_product(left, scales, right, scales, None, out)}, 1, 15)[""]
+    out = torch.empty(_MATRIX, _MATRIX, dtype=_HALF, device=device)
+    timing = time_side_by_side({"": lambda _: library_product(left, scales, right, scales, None, out)}, 1, 15)[""]
     return Ceilings(measure_ceilings(device).bytes_per_us, 2 * _MATRIX**3 / timing.median)
 
 
@@ -128,32 +146,43 @@ def launched(call: _Call) -> list[str]:
     return [kernel.name for kernel in sorted(kernels, key=lambda kernel: kernel.time_range.start)]
 
 
+def kernels_of(device: torch.device, dtype: torch.dtype, *, static: bool) -> dict[str, list[str]]:
+    """What each contender launches for the largest weight and 1024 rows, and ours for few rows too."""
+    (k, n), found = WEIGHTS[-1], {}
+    for m in (1, 16, 1024):
+        for name, call in contenders(operands_of(Shape(m, k, n), device, dtype), static=static).items():
+            if m == 1024 or name == OURS:
+                found[name if m == 1024 else f"{name}, M={m}"] = launched(call)
+    return found
+
+
 def copies(shape: Shape) -> int:
     """How many copies of the operands keep the weights, one byte each, out of the cache."""
     return min(300, max(4, COLD_BYTES // (shape.k * shape.n) + 1))
 
 
-def operands_of(shape: Shape, device: torch.device) -> Operands:
+def operands_of(shape: Shape, device: torch.device, dtype: torch.dtype = _FLOAT8) -> Operands:
     """Random operands; x of RMS near 1, weights of 0.02."""
     count = copies(shape)
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, size: float) -> Tensor:
         made = torch.randn(rows, shape.k, generator=generator, device=device)
-        return made.mul_(size).to(torch.bfloat16)
+        return made.mul_(size).to(_HALF)
 
     xs = tuple(normal(shape.m, 1.0) for _ in range(count))
-    ready = [quantize_rows(x, _FLOAT8) for x in xs]
-    weights = [quantize_weight(normal(shape.n, 0.02)) for _ in range(count)]
+    room = (0, 0, 0, rows_of_codes(shape.m, dtype) - shape.m)
+    ready = [quantize_rows(x, dtype) for x in xs]
+    weights = [quantize_weight(normal(shape.n, 0.02), dtype) for _ in range(count)]
     static = float((_normed(xs[0]).abs().max() / LARGEST[_FLOAT8]).float())
     return Operands(
         xs,
-        tuple(codes for codes, _ in ready),
+        tuple(F.pad(codes, room) if any(room) else codes for codes, _ in ready),
         tuple(scale for _, scale in ready),
         tuple(weight.codes for weight in weights),
         tuple(weight.scale for weight in weights),
-        tuple(torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=device) for _ in range(count)),
-        torch.ones(shape.k, dtype=torch.bfloat16, device=device),
+        tuple(torch.empty(shape.m, shape.n, dtype=_HALF, device=device) for _ in range(count)),
+        torch.ones(shape.k, dtype=_HALF, device=device),
         static,
         torch.full((shape.m,), static, device=device),
     )
@@ -170,7 +199,12 @@ def contenders(operands: Operands, *, static: bool) -> dict[str, _Call]:
         BARE: lambda i: _multiply(operands, i, operands.codes[i], operands.scale[i]),
         FUSED: lambda i: _multiply(operands, i, *_norm_quant(operands, i)),
         OURS: lambda i: rms_linear_w8a8(
-            operands.x[i], operands.weight[i], operands.weight_scale[i], EPS, out=operands.out[i]
+            operands.x[i],
+            operands.weight[i],
+            operands.weight_scale[i],
+            EPS,
+            static_weight=True,
+            out=operands.out[i],
         ),
     }
     if static:
@@ -182,9 +216,15 @@ def _norm_quant(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
     from flashnorm.bench.norm_quant import norm_quant
 
     x = operands.x[i]
-    codes, scale = x.new_empty(x.shape, dtype=_FLOAT8), x.new_empty(len(x), dtype=torch.float32)
+    codes, scale = _room_for(x, operands.dtype)
     norm_quant(x, operands.gain, EPS, codes, scale)
     return codes, scale
+
+
+def _room_for(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For the codes of `x`, as many rows as the library's matmul needs, and their scales."""
+    codes = x.new_empty((rows_of_codes(len(x), dtype), x.shape[1]), dtype=dtype)
+    return codes, x.new_empty(len(x), dtype=torch.float32)
 
 
 def _static(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +242,7 @@ def _static(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
 
 def _multiply(operands: Operands, i: int, codes: Tensor, scale: Tensor) -> None:
     """The library's matmul, as our operation calls it."""
-    float8_product(codes, scale, operands.weight[i], operands.weight_scale[i], None, operands.out[i])
+    library_product(codes, scale, operands.weight[i], operands.weight_scale[i], None, operands.out[i])
 
 
 def _our_codes(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +250,7 @@ def _our_codes(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
     from flashnorm.kernels.quantise import quantise
 
     x = operands.x[i]
-    codes, scale = x.new_empty(x.shape, dtype=_FLOAT8), x.new_empty(len(x), dtype=torch.float32)
+    codes, scale = _room_for(x, operands.dtype)
     quantise(x, EPS, codes, scale)
     return codes, scale
 
@@ -218,8 +258,8 @@ def _our_codes(operands: Operands, i: int) -> tuple[Tensor, Tensor]:
 _CODES = {OURS: _our_codes, FUSED: _norm_quant, STATIC: _static}
 
 
-def _measure_row(shape: Shape, ceilings: Ceilings, device: torch.device, *, static: bool) -> Row:
-    operands = operands_of(shape, device)
+def _measure_row(shape: Shape, ceilings: Ceilings, device: torch.device, *, static: bool, dtype: torch.dtype) -> Row:
+    operands = operands_of(shape, device, dtype)
     calls = contenders(operands, static=static)
     errors = {name: _error(shape, name, calls[name], operands) for name in calls if name != BARE}
     timings = time_side_by_side(calls, len(operands.x), REPEATS)
@@ -231,11 +271,12 @@ def _error(shape: Shape, name: str, call: _Call, operands: Operands) -> float:
 
     Its codes must be the nearest to x, which dynamically are those of the norm too, and its output what they give.
     """
-    x, codes = operands.x[0], _CODES[name](operands, 0)[0]
+    x, codes = operands.x[0], _CODES[name](operands, 0)[0][: shape.m]
     static = operands.static_scale.double()[:, None] if name == STATIC else None
     far = codes_exceed(x, codes) if static is None else quotients_exceed(_normed(x) / static, codes, 2.0**-20)
     if not far <= 1:
         raise CheckFailed(f"codes of {name} for {shape} are wrong: {far:.3g} half steps from the quotient")
     weight = operands.weight[0], operands.weight_scale[0]
-    expected = expected_rms_linear_w8a8(x, codes, *weight, EPS, matrix_units=x.is_cuda, row_scale=static)
+    units = x.is_cuda and not (name == OURS and isinstance(choose(problem_of(x, weight[0])), CodesGemv))
+    expected = expected_rms_linear_w8a8(x, codes, *weight, EPS, matrix_units=units, row_scale=static)
     return checked_error(f"{name} for {shape}", call, operands.out[0], expected)

@@ -12,18 +12,23 @@ from flashnorm.kernels.timing import Timing
 
 
 def fp8_record(
-    rows: Sequence[Row], ceilings: Ceilings, kernels: Mapping[str, Sequence[str]], source: dict[str, Any]
+    rows: Sequence[Row],
+    ceilings: Ceilings,
+    kernels: Mapping[str, Sequence[str]],
+    source: dict[str, Any],
+    codes: str = "e4m3",
 ) -> dict[str, Any]:
-    """Times in microseconds. `kernels`: what one call of each contender launches, by name."""
+    """Times in microseconds. `kernels`: what one call of each contender launches, by name. `codes`: "e4m3", "int8"."""
     summary = summarise(rows)
     return {
-        "kind": "fp8",
+        "kind": "fp8" if codes == "e4m3" else codes,
         "provenance": source,
         "method": "CUDA graph replays, contenders taking turns, weights rotated beyond the L2 cache, bfloat16 in and "
-        "out, e4m3 inside with a scale for each token and output, fast accumulation off",
+        f"out, {codes} inside with a scale for each token and output"
+        + (", fast accumulation off" if codes == "e4m3" else ""),
         "ceilings": {
             "read_bytes_per_second": ceilings.bytes_per_us * 1e6,
-            "e4m3_flops_per_second": ceilings.flops_per_us * 1e6,
+            f"{codes}_flops_per_second": ceilings.flops_per_us * 1e6,
         },
         "kernels": {name: list(names) for name, names in kernels.items()},
         "summary": {

@@ -1,4 +1,4 @@
-"""The baseline of `flashnorm bench fp8`: RMSNorm with its gain and dynamic quantisation to e4m3, fused in one pass.
+"""The baseline of `flashnorm bench fp8`: RMSNorm with its gain and dynamic quantisation, fused in one pass.
 
 What serving engines run before a scaled matmul, as fast as we can write it: one read of x, the row held in registers,
 fp32 arithmetic, the same launch as our own kernel. The gain stands between the norm and the largest magnitude, so the

@@ -18,30 +18,35 @@ def command(
     static: Annotated[
         bool, typer.Option("--static", help="Also FlashInfer's fused kernel with a static scale; it is compiled first.")
     ] = False,
+    integer: Annotated[bool, typer.Option("--int8", help="Codes in int8 instead of e4m3.")] = False,
     commit: Commit = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time RMSNorm then linear in e4m3, with the norm in a scale, against a fused norm and quantisation."""
-    from flashnorm.bench.fp8 import contenders, fp8_ceilings, launched, measure, operands_of, require_fp8, shapes
+    """Time RMSNorm then linear in eight bits, with the norm in a scale, against a fused norm and quantisation."""
+    if static and integer:
+        raise typer.BadParameter("--static has no int8: FlashInfer's fused kernel writes e4m3")
+
+    from flashnorm.bench.fp8 import ceilings_of, kernels_of, measure, require_matmul, shapes
     from flashnorm.bench.fp8_record import fp8_record, summary_sentence
     from flashnorm.bench.record import provenance, write
+    from flashnorm.kernels.w8a8_dispatch import CODES
 
     device = gpu()
-    require_fp8(device)
-    ceilings = fp8_ceilings(device)
-    source = provenance(device, "flashnorm bench fp8" + (" --static" if static else ""), commit)
-    kernels: dict[str, list[str]] = {}
+    codes = "int8" if integer else "e4m3"
+    require_matmul(device, CODES[codes])
+    ceilings = ceilings_of(device, CODES[codes])
+    options = (" --static" if static else "") + (" --int8" if integer else "")
+    source = provenance(device, "flashnorm bench fp8" + options, commit)
     rows: list[Row] = []
-    for row in measure(ceilings, device, shapes(), static=static):
+    for row in measure(ceilings, device, shapes(), static=static, dtype=CODES[codes]):
         rows.append(row)
         if not quiet:
             say("bench fp8", f"K={row.k} N={row.n} M={row.m}: {row.ours:.2f} us, fused {row.fused:.2f} us")
         if output is not None:
-            write(fp8_record(rows, ceilings, kernels, source), output)
-    calls = contenders(operands_of(shapes()[-2], device), static=static)
-    kernels = {name: launched(call) for name, call in calls.items()}  # last: a profiler slows what follows it
-    record = fp8_record(rows, ceilings, kernels, source)
+            write(fp8_record(rows, ceilings, {}, source, codes), output)
+    kernels = kernels_of(device, CODES[codes], static=static)  # last: a profiler slows what follows it
+    record = fp8_record(rows, ceilings, kernels, source, codes)
     if output is not None:
         write(record, output)
     if as_json:
@@ -56,7 +61,7 @@ def _show(record: dict[str, Any]) -> None:
 
     from flashnorm.bench.fp8_record import table_lines, table_titles
 
-    table = Table(title="RMSNorm then linear in e4m3, cold weights, CUDA graphs; medians in microseconds")
+    table = Table(title="RMSNorm then linear in eight bits, cold weights, CUDA graphs; medians in microseconds")
     for title in table_titles(record):
         table.add_column(title, justify="right")
     for line in table_lines(record):

@@ -44,11 +44,12 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 @triton.jit
 def prefetch_rows(base, rows, row_stride, start, stop, COUNT: tl.constexpr):
-    """Ask the L2 for `COUNT` elements (a power of two, at least 64) of each row, from `start`, none beyond `stop`.
+    """Ask the L2 for `COUNT` elements (a power of two) of each row, from `start`, none beyond `stop`.
 
-    One request brings 128 bytes, 64 elements of 16 bits; wider elements are asked for in part.
+    One request, the least, brings 128 bytes: 64 elements of 16 bits, 128 of 8; wider elements are asked for in part.
     """
-    columns = tl.minimum(start + tl.arange(0, COUNT // 64) * 64, stop - 1)
+    STEP: tl.constexpr = 128 if base.dtype.element_ty.primitive_bitwidth == 8 else 64
+    columns = tl.minimum(start + tl.arange(0, COUNT // STEP) * STEP, stop - 1)
     addresses = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

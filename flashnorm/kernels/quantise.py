@@ -35,6 +35,15 @@ def to_codes(quotient, codes, INTEGER: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def row_statistics(values, K, eps, LARGEST: tl.constexpr):
+    """By what the fp32 `values` of a whole row of K, zeros behind, become quotients, and the codes' scale over RMS."""
+    squares = tl.sum(values * values, 0)
+    magnitude = tl.maximum(tl.max(tl.abs(values), 0), _LEAST)
+    # A NaN may be lost in the maximum, but not in the sum.
+    return tl.div_rn(LARGEST, magnitude), tl.div_rn(magnitude, LARGEST) * tl.math.rsqrt(squares / K + eps)
+
+
+@triton.jit
 def _quantise_kernel(
     x,
     codes,
@@ -55,12 +64,9 @@ def _quantise_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     values = tl.load(x + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-    squares = tl.sum(values * values, 0)
-    magnitude = tl.maximum(tl.max(tl.abs(values), 0), _LEAST)
-    quotient = values * tl.div_rn(LARGEST, magnitude)
-    tl.store(codes + m * codes_stride + k, to_codes(quotient, codes, INTEGER, INTERPRETED), mask=k < K)
-    # A NaN may be lost in the maximum, but not in the sum.
-    tl.store(scale + m, tl.div_rn(magnitude, LARGEST) * tl.math.rsqrt(squares / K + eps))
+    factor, row_scale = row_statistics(values, K, eps, LARGEST)
+    tl.store(codes + m * codes_stride + k, to_codes(values * factor, codes, INTEGER, INTERPRETED), mask=k < K)
+    tl.store(scale + m, row_scale)
 
 
 @triton.jit
@@ -71,7 +77,9 @@ def _scale_kernel(
     bias,
     out,
     out_stride,
+    rows,
     N,
+    SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,7 +89,10 @@ def _scale_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    value = tl.load(products + m * N + n, mask=n < N, other=0).to(tl.float32)
+    total = tl.load(products + m * N + n, mask=n < N, other=0)
+    for split in tl.static_range(1, SPLIT):
+        total += tl.load(products + (split * rows + m) * N + n, mask=n < N, other=0)
+    value = total.to(tl.float32)
     value *= tl.load(row_scale + m) * tl.load(column_scale + n, mask=n < N, other=0.0)
     if HAS_BIAS:
         value += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -118,21 +129,34 @@ def row_warps(width: int) -> int:
     return max(1, min(16, triton.next_power_of_2(width) // 512))
 
 
-def scale_products(products: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write products · row_scale[:, None] · column_scale + bias. `products`: (at least M, N) int32 or fp32,
-    contiguous; `out`: (M, N), rows contiguous; scales fp32."""
+def scale_products(
+    products: Tensor,
+    row_scale: Tensor,
+    column_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """Write products · row_scale[:, None] · column_scale + bias.
+
+    `products`: (at least M, N) int32 or fp32, contiguous, or several of them, (S, at least M, N), which are added in
+    their order; `out`: (M, N), rows contiguous; scales fp32. `block`: outputs of a program.
+    """
     M, N = out.shape
     pdl = supports_pdl(out.device)
-    _scale_kernel[(M, triton.cdiv(N, _BLOCK))](
+    _scale_kernel[(M, triton.cdiv(N, block))](
         products,
         row_scale,
         column_scale,
         bias if bias is not None else out,
         out,
         out.stride(0),
+        products.shape[-2],
         N,
+        SPLIT=products.shape[0] if products.dim() == 3 else 1,
         HAS_BIAS=bias is not None,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

@@ -1,21 +1,19 @@
 """RMSNorm, then a linear in eight bits, weights and activations: the norm rides in the activations' scale.
 
-Why that is exact: `flashnorm.kernels.codes`. The matmul is the library's, `torch._scaled_mm` for e4m3 and
-`torch._int_mm` for int8.
+Why that is exact: `flashnorm.kernels.codes`. For few rows there are kernels of our own; beyond, the matmul is the
+library's, `torch._scaled_mm` for e4m3 and `torch._int_mm` for int8.
 """
 
 from typing import Optional
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from flashnorm.kernels import reference
 from flashnorm.kernels.arguments import check_quantized_linear, check_separate
-from flashnorm.kernels.dispatch import WIDEST_ROW, triton_runs
-from flashnorm.kernels.layout import addressable, on_device_of, row_contiguous
+from flashnorm.kernels.layout import on_device_of, row_contiguous
 from flashnorm.kernels.ops import written_in_place
-from flashnorm.kernels.w8a8_products import LEAST_ROWS, float8_product, int8_product
+from flashnorm.kernels.w8a8_dispatch import choose, problem_of
+from flashnorm.kernels.w8a8_run import run
 
 
 def rms_linear_w8a8(
@@ -25,6 +23,7 @@ def rms_linear_w8a8(
     eps: float,
     *,
     bias: Optional[Tensor] = None,  # noqa: UP045
+    static_weight: bool = False,
     out: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
     """RMSNorm, then linear, in eight bits: y = (c(x) Wᵀ) ⊙ s(x)/sqrt(mean(x²) + eps) ⊙ weight_scale + bias.
@@ -36,17 +35,21 @@ def rms_linear_w8a8(
     `weight_scale`: (N,) fp32, both from `quantize_weight`; `bias`: (N,) in `x.dtype`. All on one device. Returns
     (..., N) in `x.dtype`; with `out`, writes there and returns it. There is no backward.
 
-    Runs on the library's eight-bit matmul on NVIDIA GPUs (e4m3 from compute capability 8.9, with fp32 activations on
-    9.0 alone; int8 from 8.0) where K and N are multiples of 16; elsewhere on codes widened to fp32, or on the CPU's own
-    integer product. A row with a NaN or an infinity gives NaN.
+    On NVIDIA GPUs (e4m3 from compute capability 8.9, int8 from 8.0) a few rows go through a matrix-vector kernel, up to
+    64 through a kernel for Hopper's matrix units where K is a multiple of 16, and more through the library's eight-bit
+    matmul where K and N are (with fp32 activations in e4m3 on 9.0 alone); the rest on codes widened to fp32, or on the
+    CPU's own integer product. A row with a NaN or an infinity gives NaN.
+
+    `static_weight` promises that no work that may still run writes the weight, as in inference: the matrix-vector
+    kernel then reads it while the kernel before it ends.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """
     check_quantized_linear(x, weight, weight_scale, bias=bias, out=out)
     if out is None:
-        return _rms_linear_w8a8(x, weight, weight_scale, eps, bias)
+        return _rms_linear_w8a8(x, weight, weight_scale, eps, bias, static_weight)
     check_separate(out, x=x, weight=weight, weight_scale=weight_scale, bias=bias)
-    _rms_linear_w8a8_out(x, weight, weight_scale, eps, bias, out)
+    _rms_linear_w8a8_out(x, weight, weight_scale, eps, bias, static_weight, out)
     return out
 
 
@@ -57,9 +60,10 @@ def _rms_linear_w8a8(
     weight_scale: Tensor,
     eps: float,
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool = False,
 ) -> Tensor:
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    _write(x, weight, weight_scale, eps, bias, out)
+    _write(x, weight, weight_scale, eps, bias, static_weight, out)
     return out
 
 
@@ -70,6 +74,7 @@ def _(
     weight_scale: Tensor,
     eps: float,
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool = False,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -81,9 +86,10 @@ def _rms_linear_w8a8_out(
     weight_scale: Tensor,
     eps: float,
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool,
     out: Tensor,
 ) -> None:
-    _write(x, weight, weight_scale, eps, bias, out)
+    _write(x, weight, weight_scale, eps, bias, static_weight, out)
 
 
 @_rms_linear_w8a8_out.register_fake
@@ -93,40 +99,25 @@ def _(
     weight_scale: Tensor,
     eps: float,
     bias: Optional[Tensor],  # noqa: UP045
+    static_weight: bool,
     out: Tensor,
 ) -> None:
     pass
 
 
-def _write(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Tensor | None, out: Tensor) -> None:
+def _write(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    static_weight: bool,
+    out: Tensor,
+) -> None:
     if out.numel() == 0:
         return
     rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
     weight_scale, bias = weight_scale.contiguous(), bias if bias is None else bias.contiguous()
     with on_device_of(x), written_in_place(out) as target:
-        if not library_multiplies(rows, weight):
-            target.copy_(reference.rms_linear_w8a8(rows, weight, weight_scale, eps, bias))
-        else:
-            _multiply(rows, weight, weight_scale, eps, bias, target)
-
-
-def library_multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels and the library's eight-bit matmul take (M, K) `x` and (N, K) codes."""
-    if not triton_runs(x.device) or x.shape[1] > WIDEST_ROW or x.shape[1] % 16 or weight.shape[0] % 16:
-        return False
-    if not addressable(weight):
-        return False
-    capability = torch.cuda.get_device_capability(x.device)
-    return weight.dtype == torch.int8 or capability == (9, 0) or (capability >= (8, 9) and x.dtype != torch.float32)
-
-
-def _multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, eps: float, bias: Tensor | None, out: Tensor) -> None:
-    from flashnorm.kernels.quantise import quantise
-
-    integer = weight.dtype == torch.int8
-    rows = max(len(x), LEAST_ROWS) if integer else len(x)
-    codes = x.new_empty((rows, x.shape[1]), dtype=weight.dtype)
-    scale = x.new_empty(len(x), dtype=torch.float32)
-    quantise(x, eps, codes, scale)
-    product = int8_product if integer else float8_product
-    product(codes, scale, weight, weight_scale, bias, out)
+        config = choose(problem_of(rows, weight))
+        run(config, rows, weight, weight_scale, eps, bias, target, static_weight=static_weight)

@@ -10,8 +10,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST_ROWS = 32  # of codes in int8: the library's integer product takes no fewer than 17
+_LEAST_ROWS = 32  # of codes in int8: the library's integer product takes no fewer than 17
 _REFUSED = "CUBLAS_STATUS_NOT_SUPPORTED"
+
+
+def rows_of_codes(m: int, dtype: torch.dtype) -> int:
+    """How many rows the codes of `m` rows must have room for; what those beyond give is not read."""
+    return max(m, _LEAST_ROWS) if dtype == torch.int8 else m
+
+
+def library_product(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """The product for the dtype of the codes, which have `rows_of_codes` rows."""
+    product = int8_product if weight.dtype == torch.int8 else float8_product
+    product(codes, scale, weight, weight_scale, bias, out)
 
 
 def float8_product(
@@ -59,7 +72,7 @@ def _scaled_after(
 def int8_product(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """int8, exact in int32. `codes` has `LEAST_ROWS` rows or more; what those beyond M give is not read."""
+    """int8, exact in int32. `codes` has `rows_of_codes` rows."""
     from flashnorm.kernels.quantise import scale_products
 
     scale_products(torch._int_mm(codes, weight.t()), scale, weight_scale, bias, out)

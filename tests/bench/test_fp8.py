@@ -38,6 +38,7 @@ def _row(ours: tuple[float, ...], fused: tuple[float, ...] = (10.0, 11.0, 12.0))
 def on_the_host(monkeypatch):
     """Each contender runs once for each copy of the operands, and is said to have taken a microsecond."""
     monkeypatch.setattr(fp8, "COLD_BYTES", 1)
+    monkeypatch.setattr(fp8, "_HALF", cases.HALF)
 
     def run(calls, count, repeats):
         for call in calls.values():
@@ -49,17 +50,19 @@ def on_the_host(monkeypatch):
 
 
 @pytest.mark.skipif(cases.DEVICE == "cuda", reason="here kernels are compiled, and the command itself runs")
-def test_every_contender_runs_and_is_right(on_the_host):
+@pytest.mark.parametrize("dtype", list(LARGEST))
+def test_every_contender_runs_and_is_right(dtype, on_the_host):
     cases.need_triton()
-    [row] = measure(CEILINGS, CPU, [SHAPE])
+    [row] = measure(CEILINGS, CPU, [SHAPE], dtype=dtype)
     assert list(row.timings) == [BARE, FUSED, OURS]
     assert 0 < row.error <= 1
     assert row.not_above
 
 
 @pytest.mark.skipif(cases.DEVICE == "cuda", reason="here kernels are compiled, and the command itself runs")
+@pytest.mark.parametrize("dtype", list(LARGEST))
 @pytest.mark.parametrize("fault", ["ours lacks the norm", "the baseline lacks the norm", "codes", "nothing is written"])
-def test_what_is_wrong_is_not_timed(fault, on_the_host, monkeypatch):
+def test_what_is_wrong_is_not_timed(fault, dtype, on_the_host, monkeypatch):
     cases.need_triton()
     right_norm_quant, right = fp8._norm_quant, fp8.rms_linear_w8a8
 
@@ -72,15 +75,15 @@ def test_what_is_wrong_is_not_timed(fault, on_the_host, monkeypatch):
         return codes.roll(1, 1), scale
 
     if fault == "ours lacks the norm":
-        monkeypatch.setattr(fp8, "rms_linear_w8a8", lambda *given, out: right(*given[:3], 1.0, out=out))
+        monkeypatch.setattr(fp8, "rms_linear_w8a8", lambda *given, out, **_: right(*given[:3], 1.0, out=out))
     elif fault == "the baseline lacks the norm":
         monkeypatch.setattr(fp8, "_norm_quant", without_norm)
     elif fault == "codes":
         monkeypatch.setitem(fp8._CODES, OURS, shifted)
     else:
-        monkeypatch.setattr(fp8, "rms_linear_w8a8", lambda *given, out: out)
+        monkeypatch.setattr(fp8, "rms_linear_w8a8", lambda *given, out, **_: out)
     with pytest.raises(CheckFailed, match="wrong"):
-        list(measure(CEILINGS, CPU, [SHAPE]))
+        list(measure(CEILINGS, CPU, [SHAPE], dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", list(LARGEST))
@@ -163,10 +166,20 @@ def test_the_static_contender_is_added_on_request_and_checked_too(wrong, on_the_
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not _has_fp8(), reason="needs a CUDA GPU with e4m3; its parts run on the CPU above")
-def test_a_shape_on_the_device():
-    device, shape = torch.device("cuda", 0), Shape(64, 576, 960)
-    [row] = measure(fp8.fp8_ceilings(device), device, [shape])
+@pytest.mark.parametrize("dtype", list(LARGEST))
+@pytest.mark.parametrize("m", [1, 64])
+def test_a_shape_on_the_device(m, dtype):
+    """One row launches one kernel; more launch one that takes the codes, and the product."""
+    device, shape = torch.device("cuda", 0), Shape(m, 576, 960)
+    [row] = measure(fp8.ceilings_of(device, dtype), device, [shape], dtype=dtype)
     assert 0 < row.error <= 1
-    names = fp8.launched(fp8.contenders(fp8.operands_of(shape, device), static=False)[OURS])
-    assert len(names) <= 2  # no pass for the norm beside the one that takes the codes
-    assert names == [] or "_quantise_kernel" in names[0]
+    names = fp8.launched(fp8.contenders(fp8.operands_of(shape, device, dtype), static=False)[OURS])
+    assert names == [] or ("_codes_gemv_kernel" if m == 1 else "_quantise_kernel") in names[0]
+    assert len(names) <= (1 if m == 1 else 3)  # no pass for the norm beside the one that takes the codes
+
+
+def test_int8_codes_have_the_rows_that_the_library_needs():
+    operands = fp8.operands_of(SHAPE, CPU, torch.int8)
+    assert {codes.shape for codes in operands.codes} == {(32, 64)}
+    assert {scale.shape for scale in operands.scale} == {(3,)}
+    assert {codes.shape for codes in fp8.operands_of(SHAPE, CPU).codes} == {(3, 64)}

@@ -36,10 +36,10 @@ def test_fp8_prints_its_table_and_keeps_its_record(
     rows = [fp8.Row(m, 64, 32, 0.5, {name: Timing((t,) * 3) for name, t in times.items()}, 2.0) for m in (1, 16)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(fp8, "require_fp8", lambda device: None)
-    monkeypatch.setattr(fp8, "fp8_ceilings", lambda device: Ceilings(4e6, 1.5e9))
-    monkeypatch.setattr(fp8, "measure", lambda ceilings, device, shapes, static: iter(rows))
-    monkeypatch.setattr(fp8, "operands_of", lambda shape, device: None)
+    monkeypatch.setattr(fp8, "require_matmul", lambda device, dtype: None)
+    monkeypatch.setattr(fp8, "ceilings_of", lambda device, dtype: Ceilings(4e6, 1.5e9))
+    monkeypatch.setattr(fp8, "measure", lambda ceilings, device, shapes, static, dtype: iter(rows))
+    monkeypatch.setattr(fp8, "operands_of", lambda shape, device, dtype: None)
     monkeypatch.setattr(fp8, "launched", lambda call: ["a kernel"])
     path = tmp_path / "record.json"
     _done("bench", "fp8", "--record", str(path), "--commit", "abc")
@@ -49,10 +49,23 @@ def test_fp8_prints_its_table_and_keeps_its_record(
     assert "K=64 N=32 M=16: 10.00 us, fused 11.00 us" in printed.err
     kept = json.loads(path.read_text())
     assert (kept["provenance"]["commit"], kept["provenance"]["command"]) == ("abc", "flashnorm bench fp8")
+    assert set(kept["kernels"]) == {BARE, fp8.FUSED, OURS, f"{OURS}, M=1", f"{OURS}, M=16"}
     assert kept["kernels"][OURS] == ["a kernel"]
     assert len(kept["rows"]) == 2
     _done("bench", "fp8", "--json", "--quiet")
     assert json.loads(capsys.readouterr().out)["summary"]["rows"] == 2
+    _done("bench", "fp8", "--int8", "--json", "--quiet")
+    integer = json.loads(capsys.readouterr().out)
+    assert integer["kind"] == "int8"
+    assert integer["ceilings"]["int8_flops_per_second"] == 1.5e15
+    assert integer["provenance"]["command"] == "flashnorm bench fp8 --int8"
+
+
+def test_fp8_refuses_the_static_baseline_in_int8(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "fp8", "--int8", "--static"])
+    assert stopped.value.code == 2
+    assert "--static has no int8" in capsys.readouterr().err
 
 
 def _done(*arguments: str) -> None:

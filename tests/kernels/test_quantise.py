@@ -79,14 +79,16 @@ def test_codes_that_are_one_step_off_are_caught():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("m", "n"), [(1, 40), (3, 1500)])
-def test_products_are_scaled_and_rounded_once(m, n, bias):
+@pytest.mark.parametrize("shares", [1, 3])
+def test_products_are_added_scaled_and_rounded_once(shares, m, n, bias):
     generator = torch.Generator().manual_seed(n)
-    products = torch.randint(-(1 << 26), 1 << 26, (m + 4, n), generator=generator, dtype=torch.int32).to(cases.DEVICE)
+    size, most = (shares, m + 4, n), (1 << 26) // shares
+    products = torch.randint(-most, most, size, generator=generator, dtype=torch.int32).to(cases.DEVICE)
     row, column = (torch.rand(size, generator=generator).to(cases.DEVICE) * 1e-4 for size in (m, n))
     added = torch.randn(n, generator=generator).to(cases.DEVICE, cases.HALF) if bias else None
     whole = torch.full((m + 2, n + 16), 7.0, device=cases.DEVICE, dtype=cases.HALF)
-    scale_products(products, row, column, added, whole[1:-1, :n])
-    exact = products[:m].double() * row.double()[:, None] * column.double()
+    scale_products(products if shares > 1 else products[0], row, column, added, whole[1:-1, :n])
+    exact = products.sum(0)[:m].double() * row.double()[:, None] * column.double()
     unit, total = torch.finfo(cases.HALF).eps / 2, exact + (0 if added is None else added.double())
     bound = unit * total.abs() + 2.0**-21 * exact.abs() + torch.finfo(cases.HALF).smallest_normal * unit
     assert ((whole[1:-1, :n].double() - total).abs() <= bound).all()
@@ -110,15 +112,15 @@ def row(kernel, codes, **gain):
     kinds = dict(x="*bf16", **gain, codes=codes, scale="*fp32", x_stride="i32", codes_stride="i32", K="i32", eps="fp32")
     return ptx(kernel, kinds, LARGEST=448.0, WIDTH=1024, INTEGER=codes == "*i8", INTERPRETED=False, PDL=True)
 
-def scaled(products):
+def scaled(products, split):
     kinds = dict(products=products, row_scale="*fp32", column_scale="*fp32", bias="*bf16", out="*bf16",
-                 out_stride="i32", N="i32")
-    return ptx(quantise._scale_kernel, kinds, HAS_BIAS=True, BLOCK=1024, PDL=True)
+                 out_stride="i32", rows="i32", N="i32")
+    return ptx(quantise._scale_kernel, kinds, SPLIT=split, HAS_BIAS=True, BLOCK=1024, PDL=True)
 
 print(json.dumps({
     "fp8": row(quantise._quantise_kernel, "*fp8e4nv"), "int8": row(quantise._quantise_kernel, "*i8"),
     "baseline fp8": row(norm_quant._norm_quant_kernel, "*fp8e4nv", gain="*bf16"),
-    "scaled int32": scaled("*i32"), "scaled fp32": scaled("*fp32"),
+    "scaled int32": scaled("*i32", 1), "scaled fp32": scaled("*fp32", 3),
 }))
 """
 

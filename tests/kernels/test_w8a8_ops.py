@@ -6,10 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashnorm.errors import DeviceError, DtypeError, GradientError, ShapeError
-from flashnorm.kernels import quantize_weight, reference, rms_linear, rms_linear_w8a8, w8a8_ops
+from flashnorm.kernels import quantize_weight, reference, rms_linear, rms_linear_w8a8
 from flashnorm.kernels.bounds import exceeds
 from flashnorm.kernels.codes import LARGEST, half_step, quantize_rows
 from flashnorm.kernels.w8a8_bounds import expected_rms_linear_w8a8
+from flashnorm.kernels.w8a8_configs import CodesSplitK, Library
+from flashnorm.kernels.w8a8_dispatch import choose, problem_of
+from flashnorm.kernels.w8a8_run import run
 from tests.kernels import cases
 
 DTYPES = list(LARGEST)
@@ -18,7 +21,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 def _exceeds(out: torch.Tensor, operands: cases.Case, weight) -> float:
     x = operands.x
-    units = x.is_cuda and w8a8_ops.library_multiplies(x, weight.codes)
+    units = isinstance(choose(problem_of(x, weight.codes)), (CodesSplitK, Library))
     codes = quantize_rows(x, weight.codes.dtype)[0]
     expected = expected_rms_linear_w8a8(x, codes, *weight, cases.EPS, operands.bias, matrix_units=units)
     return exceeds(out, expected)
@@ -46,7 +49,7 @@ def test_the_kernels_way_around_the_library_s_matmul(of, bias, dtype):
     weight = quantize_weight(operands.weight, dtype)
     whole = torch.full((5, 64), 7.0, dtype=of, device=cases.DEVICE)
     for out in (whole[1:4, :48], torch.empty(3, 48, dtype=of, device=cases.DEVICE)):
-        w8a8_ops._multiply(operands.x, *weight, cases.EPS, operands.bias, out)
+        run(Library(), operands.x, *weight, cases.EPS, operands.bias, out)
         assert _exceeds(out, operands, weight) <= 1
     assert (whole[[0, 4]] == 7).all()
     assert (whole[:, 48:] == 7).all()
@@ -67,11 +70,11 @@ def test_where_the_library_has_no_kernel_with_scales_they_are_applied_after_it(o
 
     monkeypatch.setattr(torch, "_scaled_mm", refusing)
     out = torch.empty(3, 48, dtype=of, device=cases.DEVICE)
-    w8a8_ops._multiply(operands.x, *weight, cases.EPS, operands.bias, out)
+    run(Library(), operands.x, *weight, cases.EPS, operands.bias, out)
     assert _exceeds(out, operands, weight) <= 1
     said = "out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
-        w8a8_ops._multiply(operands.x, *weight, cases.EPS, operands.bias, out)
+        run(Library(), operands.x, *weight, cases.EPS, operands.bias, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -218,7 +221,7 @@ def test_leading_axes_transposed_operands_and_out(dtype):
 def test_registration_is_consistent_and_compiles_into_one_graph(dtype):
     operands = cases.case(4, 64, 32, torch.float32, bias=True)
     weight = quantize_weight(operands.weight, dtype)
-    arguments = (operands.x, *weight, cases.EPS, operands.bias)
+    arguments = (operands.x, *weight, cases.EPS, operands.bias, True)
     # The schema's check multiplies operands by a random number, which torch cannot do to e4m3.
     checks = ("test_schema", "test_faketensor") if dtype == torch.int8 else ("test_faketensor",)
     torch.library.opcheck(torch.ops.flashnorm.rms_linear_w8a8.default, arguments, test_utils=checks)

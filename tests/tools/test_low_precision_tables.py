@@ -44,7 +44,8 @@ def records(tmp_path, monkeypatch):
     fp8 = fp8_record(rows, Ceilings(4e6, 1.5e9), {OURS: ["_quantise_kernel", "void gemm<128, 64>(float*)"]}, SOURCE)
     quality = {"complete": True, "provenance": SOURCE, "model": "SmolLM2", "tokens": 8192, "perplexity": 23.0}
     quality |= {"perplexity_folded": 23.0, "rows": [_scheme(-0.03, -0.05, -0.01)]}
-    made = {"fp8-h200": fp8, "quantise-smollm2": quality, "quantise-smollm2-dithered": quality}
+    integer = fp8_record(rows, Ceilings(4e6, 1.5e9), {}, SOURCE, "int8")
+    made = {"fp8-h200": fp8, "int8-h200": integer, "quantise-smollm2": quality, "quantise-smollm2-dithered": quality}
     for name, record in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     return tmp_path
@@ -70,6 +71,8 @@ def test_records_fill_the_tables(records):
     assert "Not measured yet" not in text
     assert "| 64,32 | 1 | 8.00 | 11.00 | 10.00 | 0.00 | 0.909 | 1.250 | 20 | yes |" in text
     assert "in 1 of 1 rows" in text
+    assert "Limit: 4.00 TB/s read, 1500 TFLOP/s." in text
+    assert "Limit: 4.00 TB/s read, 1500 TOP/s." in text
     assert "flashnorm: `_quantise_kernel`, `void gemm`." in text
     line = "| int4 | 64 inputs | fp32 | 30.000 | 29.000 | -0.0300 | -0.0500 to -0.0100 | +0.0010, -0.0020 | better |"
     assert line in text
@@ -81,7 +84,7 @@ def test_records_fill_the_tables(records):
 def test_a_changed_record_changes_the_page(name, records):
     before = _filled()
     changed = read(records / f"{name}.json")
-    if name == "fp8-h200":
+    if name.endswith("h200"):
         changed["rows"][0]["medians"][OURS] += 1
     else:
         changed["rows"][0]["perplexity_quantised"] += 1
