@@ -224,7 +224,7 @@ def test_an_unreadable_forward_is_a_refusal_with_its_error():
 
 
 def test_the_copy_that_is_read_gives_its_memory_back_at_once(monkeypatch):
-    """On a GPU nothing else makes Python look for garbage, and the copy holds embedding and head in fp32, and logits."""
+    """On a GPU nothing else makes Python look for garbage, and the copy holds embedding, head and logits in fp32."""
     copies: list[nn.Parameter] = []
     shown: list[weakref.ref[torch.Tensor]] = []
 
