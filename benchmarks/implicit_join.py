@@ -48,7 +48,7 @@ EPS = 1e-5
 RACED = (16, 576, 960)  # rows, width and outputs of the operation whose races are looked for
 PROBES = {"unordered_pairs": "clocks", "wrong_when_delayed": "delays", "unjoined_in_graph": "graph"}  # by their figures
 _ODD = (2, 3, 17, 127)  # rows of unit tests beside the usual ones
-_SIZES = tuple((rows, *weight) for weight in (*WEIGHTS, WIDE) for rows in sorted((*ROWS, *_ODD)))
+SIZES = tuple((rows, *weight) for weight in (*WEIGHTS, WIDE) for rows in sorted((*ROWS, *_ODD)))
 _DTYPES = (torch.bfloat16, torch.float16)
 _PLACE = re.compile(r'File "[^"]*?([^/"]+/[^/"]+)"')  # in a trace: a file and its folder say enough
 
@@ -99,7 +99,7 @@ def race_runs(make: Callable[[], Operation], runs: int, device: torch.device) ->
 
 
 def unit_tests(
-    make: Callable[[], Operation], device: torch.device, sizes: Sequence[tuple[int, int, int]] = _SIZES
+    make: Callable[[], Operation], device: torch.device, sizes: Sequence[tuple[int, int, int]]
 ) -> list[dict[str, Any]]:
     """One call of a new operation on random inputs, the device idle before it, for every size and dtype."""
     rows = []
@@ -128,7 +128,7 @@ def measured(form: Form, bench: Bench, sound: Expected, runs: int) -> dict[str, 
         "name": form.name,
         "sound": form.sound,
         "races": race_runs(form.make, min(runs, form.runs), bench.device),
-        "unit_tests": unit_tests(form.make, bench.device),
+        "unit_tests": unit_tests(form.make, bench.device, SIZES),
         "perplexity": reading(bench, model, sound),
         "decoding": writing(bench, model, sound, loaded=form.loaded),
     }
