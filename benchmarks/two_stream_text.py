@@ -35,12 +35,12 @@ class Extent:
     `written` tokens after each of `prompts` (count, tokens); `steps` of the lag check; under load `loaded` times less.
     """
 
-    seconds: float = 20.0
+    seconds: float = 18.0
     most: int | None = None
     windows: tuple[int, int] = (64, 512)
     prompts: tuple[int, int] = (2, 64)
-    written: int = 256
-    steps: int = 160
+    written: int = 192
+    steps: int = 128
     loaded: int = 4
 
 

@@ -6,8 +6,6 @@ call before computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -44,6 +42,3 @@ def late(kind: type[TwoStreams]) -> type[TwoStreams]:
             return stale
 
     return Late
-
-
-Make = Callable[[], TwoStreams]
