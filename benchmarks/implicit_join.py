@@ -35,6 +35,7 @@ from torch import Tensor
 from benchmarks.small_decoder import standard_library
 from benchmarks.two_stream_model import Operation
 from benchmarks.two_stream_text import Bench, Expected, Extent, expected, prepare, reading, writing
+from flashnorm.bench.clock import synchronize
 from flashnorm.bench.op import ROWS, WEIGHTS, WIDE
 from flashnorm.bench.record import provenance, write
 from flashnorm.errors import Refusal
@@ -107,7 +108,7 @@ def unit_tests(
         for size in sizes:
             x, weight = operands(*size, dtype, device)
             expected, operation = reference.rms_linear(x, weight, EPS), make()
-            _wait(device)
+            synchronize(device)
             passed = torch.allclose(operation(x, weight, EPS), expected, rtol=1e-2, atol=1e-2)
             rows.append({"size": list(size), "dtype": str(dtype).removeprefix("torch."), "passed": passed})
     return rows
@@ -172,11 +173,6 @@ def _said(form: dict[str, Any]) -> str:
         f"accused in {sum(caught)} of {len(caught)} runs, {sum(passed)} of {len(passed)} unit tests pass, perplexity "
         f"moves by {form['perplexity']['relative_difference']}"
     )
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _three_calls(make: Callable[[], Operation]) -> None:

@@ -16,6 +16,7 @@ from benchmarks import implicit_join, small_decoder, two_stream_text
 from benchmarks.implicit_join import FORMS, SIZES, Form, as_promised, measure, race_runs, sanitized, unit_tests
 from benchmarks.small_decoder import Source, evenly, new_decoder, standard_library, train
 from benchmarks.two_stream_text import CAPTURED, EAGER, LOADED, Extent, compared
+from flashnorm.bench.record import provenance
 from flashnorm.errors import Refusal
 from flashnorm.kernels import reference
 from flashnorm.verify.perplexity import token_losses
@@ -23,6 +24,7 @@ from flashnorm.verify.races.capture import NotCaptured
 from tests.bench.two_streams_on_host import late, sound
 from tests.faults.two_streams import FAULTS, BothJoinedAfterwards, ImplicitJoin, TwoStreams
 from tests.verify import host_graphs
+from tools.implicit_join_table import implicit_join as tabulated
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -66,7 +68,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(implicit_join, "standard_library", _source)
         patch.setattr(implicit_join, "sanitizer_findings", lambda target: "" if "sound" in target else REPORT)
         patch.setattr(small_decoder, "_SIZES", TINY)
-        result = measure(path, CPU, 2, {"command": "a command"}, SMALL)
+        result = measure(path, CPU, 2, provenance(CPU, "a command", "0123456789abcdef"), SMALL)
     assert json.loads(path.read_text()) == result
     return result
 
@@ -82,6 +84,15 @@ def test_every_form_goes_through_everything(table: dict[str, Any]) -> None:
         for row in form["decoding"]:
             fewer = 2 if row["steps"] == LOADED else 1
             assert (row["lag"]["steps"], row["text"]["tokens"]) == (20 // fewer - 7, 8 // fewer)
+
+
+def test_the_page_can_show_it(table: dict[str, Any]) -> None:
+    text = tabulated(table)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    ways = sum(len(form["decoding"]) for form in table["forms"])
+    assert len(rows) == 2 * 2 + len(FORMS) + ways  # two tables, each with a title and a rule
+    assert text.count("The sanitizer on") == 3
+    assert "Text of both joins after the result" in text
 
 
 def test_faults_are_accused_and_the_sound_form_is_not(table: dict[str, Any]) -> None:
