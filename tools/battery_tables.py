@@ -1,4 +1,4 @@
-"""Put the record of the battery on healthy models into its page.
+"""Put the records of the battery into its page: on healthy models, and of an implicit join on a GPU.
 
 Usage: `python -m tools.battery_tables`. How a page marks the place of a table: see `tools.tables`.
 """
@@ -6,13 +6,17 @@ Usage: `python -m tools.battery_tables`. How a page marks the place of a table: 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from tools import tables
+from tools.implicit_join_table import implicit_join
 from tools.tables import RECORDS, ROOT, table
 
 PAGE = ROOT / "docs" / "battery.md"
-NAME = "false-alarms"
+NAME, JOINS = "false-alarms", "implicit-join-h200"
 _TITLES = ("subject", "runs", "false alarms", "largest figure, in its bound", "checks that ran", "longest run, s")
 
 
@@ -38,9 +42,18 @@ def _line(subject: str, runs: list[dict[str, Any]]) -> tuple[object, ...]:
     )
 
 
+TABLES: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType({NAME: false_alarms, JOINS: implicit_join})
+
+
+def _made(name: str) -> str:
+    """The table of a record. A page may have a place for one that is still to be measured."""
+    path = RECORDS / f"{name}.json"
+    return TABLES[name](tables.read(path)) if path.exists() else "Not measured yet.\n"
+
+
 def with_tables(page: str) -> str:
-    """The page's text with its marked table made anew."""
-    return tables.with_tables(page, {NAME: lambda: false_alarms(tables.read(RECORDS / f"{NAME}.json"))})
+    """The page's text with its marked tables made anew."""
+    return tables.with_tables(page, {name: partial(_made, name) for name in TABLES})
 
 
 if __name__ == "__main__":

@@ -60,6 +60,13 @@ class ImplicitJoin(TwoStreams):
         pass
 
 
+class JoinedAfterwards(ImplicitJoin):
+    """The wait for the scale is there, and comes when the result is made already: a capture accepts that."""
+
+    def leave(self, main: torch.cuda.Stream) -> None:
+        main.wait_event(self._join)
+
+
 class MissingFork(TwoStreams):
     """The fork event is missing: the scale's buffer is written while the call before may still read it."""
 
@@ -112,6 +119,16 @@ class MissingSquaresEnd(JoinedOutside):
         pass
 
 
+class BothJoinedAfterwards(JoinedOutside):
+    """Both waits come when the result is made already: of the product and of the scale of the call before."""
+
+    def join(self, main: torch.cuda.Stream) -> None:
+        pass
+
+    def leave(self, main: torch.cuda.Stream) -> None:
+        super().join(main)
+
+
 class SharedEvent(TwoStreams):
     """The wait is queued before this call's record: the event still holds the record of the call before."""
 
@@ -154,6 +171,8 @@ def freed_early(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 FAULTS: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "implicit join": ImplicitJoin,
+    "the join after the result": JoinedAfterwards,
+    "both joins after the result": BothJoinedAfterwards,
     "the matmul's end event missing": MissingMatmulEnd,
     "the sum of squares' end event missing": MissingSquaresEnd,
     "the fork event missing": MissingFork,

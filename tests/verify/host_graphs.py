@@ -20,8 +20,11 @@ from torch.utils._pytree import tree_leaves
 class HostGraph:
     """Stands in for `torch.cuda.CUDAGraph`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def instantiate(self) -> None:
+        pass
 
     def pool(self) -> None:
         return None
@@ -63,6 +66,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", _capture)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

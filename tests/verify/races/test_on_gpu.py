@@ -15,8 +15,10 @@ from flashnorm.verify.races.graphs import captured, unjoined
 from flashnorm.verify.races.recorder import find_races
 from flashnorm.verify.races.sanitizer import sanitizer_findings
 from tests.faults.two_streams import (
+    BothJoinedAfterwards,
     EarlyReuse,
     ImplicitJoin,
+    JoinedAfterwards,
     JoinedOutside,
     MissingFork,
     MissingMatmulEnd,
@@ -64,6 +66,14 @@ def test_a_missing_order_is_caught_in_every_run(fault) -> None:
 def test_either_end_event_that_is_missing_is_caught_by_the_run_itself(fault) -> None:
     outcome = check_races(fault(), _inputs(), reference.rms_linear)
     assert "wrong_when_delayed" in {figure.name for figure in outcome.failures}
+
+
+@pytest.mark.parametrize("fault", [JoinedAfterwards, BothJoinedAfterwards])
+def test_a_join_after_the_result_is_captured_and_caught_by_the_runs(fault) -> None:
+    """Nothing is left unjoined at the end of the call, so that the graph's ends accuse nobody."""
+    outcome = check_races(fault(), _inputs(), reference.rms_linear)
+    assert [figure.name for figure in outcome.failures] == ["unordered_pairs", "wrong_when_delayed"]
+    assert outcome.notes == ()
 
 
 @pytest.mark.parametrize("fault", [MissingFork, EarlyReuse])
