@@ -52,7 +52,7 @@ class Form:
         places = torch.zeros(rows, dtype=torch.int64, device=device)
         decode_attention(
             self.qkv, self.keys, self.values, places, places + length - 1, None, out, self.shape, self.norms,
-            splits=splits_for(rows, self.shape.kv_heads, length),
+            splits=splits_for(rows, self.keys),
             arrived=torch.zeros(rows * self.shape.kv_heads, dtype=torch.int32, device=device),
         )  # fmt: skip
         return out

@@ -19,8 +19,8 @@ from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
 from flashnorm.kernels.launch import launch_options, supports_pdl
 
 _MAX_SPLITS = 32
-_PROGRAMS = 256  # some two per multiprocessor of a large GPU
-_BLOCK = 32  # tokens at a time
+_PROGRAMS = 512  # some four per multiprocessor of a large GPU
+_KEY_BYTES = 16 << 10  # of the tokens that a program takes at a time
 _FP32 = torch.float32
 _DOT = 16  # the least rows and columns of a tensor-core product
 
@@ -163,11 +163,20 @@ def _joined(partial, statistics, head, HEAD_DIM: tl.constexpr, D: tl.constexpr, 
     return tl.sum(mixed * weights[:, None], 0) / tl.sum(total * weights, 0)
 
 
-def splits_for(rows: int, kv_heads: int, max_length: int) -> int:
-    """A power of two: enough programs to fill a large GPU, and none that could never have a token."""
-    wanted = max(1, _PROGRAMS // (rows * kv_heads))
-    useful = triton.next_power_of_2(triton.cdiv(max_length, _BLOCK))
-    return min(1 << (wanted.bit_length() - 1), useful, _MAX_SPLITS)
+def block_of(keys: Tensor) -> int:
+    """Tokens that a program takes at a time, a power of two; `keys`: (slots, kv_heads, max_length, head_dim)."""
+    width = max(_DOT, triton.next_power_of_2(keys.shape[3]))
+    return max(_DOT, min(128, _KEY_BYTES // (width * keys.element_size())))
+
+
+def splits_for(rows: int, keys: Tensor) -> int:
+    """A power of two: enough programs to fill a large GPU, each with a block of tokens at least once in a full slot.
+
+    `keys`: (slots, kv_heads, max_length, head_dim).
+    """
+    _, kv_heads, max_length, _ = keys.shape
+    wanted = min(_PROGRAMS // (rows * kv_heads), triton.cdiv(max_length, block_of(keys)), _MAX_SPLITS)
+    return 1 << (max(1, wanted).bit_length() - 1)
 
 
 def decode_attention(
@@ -226,7 +235,7 @@ def decode_attention(
         HEAD_DIM=shape.head_dim,
         G=max(_DOT, triton.next_power_of_2(group)),
         D=width,
-        BLOCK=_BLOCK,
+        BLOCK=block_of(keys),
         SPLITS=splits,
         ROTARY=shape.rotary,
         INTERLEAVED=shape.interleaved,
@@ -239,5 +248,6 @@ def decode_attention(
         PRECISION="ieee" if qkv.dtype == _FP32 else "tf32",  # of fp32 operands
         PDL=pdl,
         num_warps=4,
+        num_stages=2,
         **launch_options(pdl),
     )

@@ -83,7 +83,7 @@ class KernelStep:
             attended,
             attention_shape(by),
             qk_norm(by),
-            splits=splits_for(len(x), by.kv_heads, cache[0].shape[2]),
+            splits=splits_for(len(x), cache[0]),
             arrived=self._arrived,
         )
         return _output(x, attended, by.out, by)

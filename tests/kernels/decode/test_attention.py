@@ -12,7 +12,7 @@ from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm
 from tests.kernels import cases
 
 cases.need_triton()
-from flashnorm.kernels.decode.attention import decode_attention, splits_for  # noqa: E402
+from flashnorm.kernels.decode.attention import block_of, decode_attention, splits_for  # noqa: E402
 
 LENGTH, SLOTS = 200, 4
 PLAIN = AttentionShape(heads=4, kv_heads=2, head_dim=16, scale=0.25)
@@ -150,7 +150,17 @@ def test_an_old_key_exceeds_the_bound():
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "length", "splits"), [(1, 8, 8192, 32), (8, 8, 8192, 4), (64, 8, 8192, 1), (1, 8, 64, 2)]
+    ("rows", "cache", "dtype", "block", "splits"),
+    [
+        (1, (2, 8, 768, 64), torch.bfloat16, 128, 4),  # no more than there are whole blocks, and a power of two
+        (8, (9, 8, 8192, 64), torch.bfloat16, 128, 8),
+        (32, (33, 8, 768, 64), torch.bfloat16, 128, 2),
+        (64, (65, 32, 768, 128), torch.bfloat16, 64, 1),
+        (1, (2, 3, 50, 24), torch.float32, 128, 1),
+        (1, (2, 1, 100_000, 256), torch.float32, 16, 32),
+    ],
 )
-def test_how_many_splits(rows, kv_heads, length, splits):
-    assert splits_for(rows, kv_heads, length) == splits
+def test_the_work_is_divided_by_rows_heads_and_room(rows, cache, dtype, block, splits):
+    keys = torch.empty(cache, dtype=dtype, device="meta")
+    assert block_of(keys) == block
+    assert splits_for(rows, keys) == splits
