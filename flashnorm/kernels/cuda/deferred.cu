@@ -92,6 +92,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, cons
     const int steps = steps_of(problem);
     Ring ring;
     Tiles tiles(problem);
+    prefetch_map(x);
+    prefetch_map(w);
     for (int step = 0; step < min(problem.prefetch, steps); step++)
         for (int part = 0; part < (GATED ? 2 : 1); part++)
             prefetch_tile(w, step * BLOCK_K, tiles.column + part * problem.N);
@@ -165,6 +167,7 @@ __device__ __forceinline__ void take_scales(Rows& shared, const TensorMap* rows,
     u64* full = shared.full[warp];
     u16(*ring)[ROWS * PIECE] = shared.ring[warp];
     if (lane == 0) {
+        prefetch_map(rows);
         for (int slot = 0; slot < PIECES; slot++) barrier_init(&full[slot], 1);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -384,6 +387,7 @@ extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
             fetch_scales(shared, problem);
     } else {
         if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        if (threadIdx.x % WARPGROUP == 0) prefetch_map(&out);
         consume(shared, warpgroup - 1, &out, bias, problem);
     }
 }
