@@ -1,7 +1,8 @@
 """Put what moving scalars and gains would save into the page that says which moves are made.
 
 Usage: `python -m tools.scalar_tables`. Counts come from `flashnorm.bench.scalars`, for the shapes of real models; how
-long the scalar behind a matmul takes comes from the record of `flashnorm bench op`.
+long the scalar behind a matmul takes comes from the record of `flashnorm bench op`, and what one gain saves from that of
+`benchmarks.shared_gain`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import transformers
 
+from benchmarks.shared_gain import ONE, TWO
 from flashnorm.bench.decode import SHAPES
 from flashnorm.bench.scalars import MOVES, Sizes, shared, swallowed, tables
 from tools import tables as pages
@@ -77,17 +79,32 @@ def behind(record: dict[str, Any]) -> str:
     return "\n".join([*table(titles, lines), "", source, ""])
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "scalars-layer": layer,
-    "scalars-gains": gains,
-    "scalars-behind": behind,
+def shared_gain(record: dict[str, Any]) -> str:
+    """The attention kernel of a layer with two gains and with one."""
+    titles = "context", TWO, ONE, "of it"
+    lines = [
+        (f"{row['context']:,}", *(f"{row['medians'][name]:.2f} ± {row['spreads'][name]:.2f}" for name in (TWO, ONE)),
+         f"{row['medians'][ONE] / row['medians'][TWO]:.3f}")
+        for row in record["rows"]
+    ]  # fmt: skip
+    source = f"Microseconds; {pages.where_from(record['provenance'])}."
+    return "\n".join([*table(titles, lines), "", source, ""])
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # each with the record that it is made from
+    "scalars-layer": (RECORD, layer),
+    "scalars-gains": (RECORD, gains),
+    "scalars-behind": (RECORD, behind),
+    "shared-gain-h200": ("shared-gain-h200", shared_gain),
 }
 
 
 def with_tables(page: str) -> str:
     """The page with its tables made anew."""
-    record = pages.read(RECORDS / f"{RECORD}.json")
-    return pages.with_tables(page, {name: partial(make, record) for name, make in TABLES.items()})
+    return pages.with_tables(
+        page,
+        {name: partial(make, pages.read(RECORDS / f"{record}.json")) for name, (record, make) in TABLES.items()},
+    )
 
 
 def _config(name: str) -> Any:
