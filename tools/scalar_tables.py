@@ -1,8 +1,8 @@
 """Put what moving scalars and gains would save into the page that says which moves are made.
 
 Usage: `python -m tools.scalar_tables`. Counts come from `flashnorm.bench.scalars`, for the shapes of real models; how
-long the scalar behind a matmul takes comes from the record of `flashnorm bench op`, and what one gain saves from that of
-`benchmarks.shared_gain`.
+long the scalar behind a matmul takes comes from the record of `flashnorm bench op`, and what one gain saves from that
+of `benchmarks.shared_gain`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import transformers
 
-from benchmarks.shared_gain import ONE, TWO
 from flashnorm.bench.decode import SHAPES
 from flashnorm.bench.scalars import MOVES, Sizes, shared, swallowed, tables
 from tools import tables as pages
@@ -80,15 +79,15 @@ def behind(record: dict[str, Any]) -> str:
 
 
 def shared_gain(record: dict[str, Any]) -> str:
-    """The attention kernel of a layer with two gains and with one."""
-    titles = "context", TWO, ONE, "of it"
-    lines = [
-        (f"{row['context']:,}", *(f"{row['medians'][name]:.2f} ± {row['spreads'][name]:.2f}" for name in (TWO, ONE)),
-         f"{row['medians'][ONE] / row['medians'][TWO]:.3f}")
-        for row in record["rows"]
-    ]  # fmt: skip
+    """The attention kernel of a layer with two gains and with one, as `benchmarks.shared_gain` names them."""
+    two, one = record["rows"][0]["medians"]
+    lines = []
+    for row in record["rows"]:
+        medians, spreads = row["medians"], row["spreads"]
+        times = (f"{medians[name]:.2f} ± {spreads[name]:.2f}" for name in (two, one))
+        lines.append((f"{row['context']:,}", *times, f"{medians[one] / medians[two]:.3f}"))
     source = f"Microseconds; {pages.where_from(record['provenance'])}."
-    return "\n".join([*table(titles, lines), "", source, ""])
+    return "\n".join([*table(("context", two, one, "of it"), lines), "", source, ""])
 
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # each with the record that it is made from

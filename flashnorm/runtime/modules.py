@@ -92,7 +92,7 @@ class DeferredLinear(_StandIn):
             return _product(x, group)
         held = getattr(x, _HELD, None)
         if held is None or held[0] is not group:
-            held = (group, _product(x, group).split(group.sizes, -1))
+            held = (group, _product(x, group).split_with_sizes(group.sizes, -1))
             setattr(x, _HELD, held)
         part: Tensor = held[1][self.part]
         return part

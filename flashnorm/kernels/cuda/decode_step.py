@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashnorm.kernels.cuda import kernel as kernels
-from flashnorm.kernels.cuda.driver import Grid, launch
+from flashnorm.kernels.cuda.driver import Grid, current_stream, launch
 from flashnorm.kernels.cuda.memory import SHARED_MEMORY, Ring, step_bytes
 from flashnorm.kernels.decode.reference import ACTIVATIONS
 from flashnorm.kernels.decode.shapes import StepShape
@@ -122,7 +122,7 @@ class DecodeStep:
         own = self._words, self._epoch, self._likeliest, self._waited
         tensors = self._table, slots, chosen, lengths, logits, following, self._layers[0].keys, *own
         argument = packed_step(self._ends, *tensors, layers=len(self._layers), spare=spare)
-        launch(self._kernel.function, self._grid, (argument,), torch.cuda.current_stream(logits.device).cuda_stream)
+        launch(self._kernel.function, self._grid, (argument,), current_stream(logits.device))
         return logits
 
     def waited(self) -> dict[str, float]:

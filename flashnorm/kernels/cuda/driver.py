@@ -83,6 +83,12 @@ def _tensor_map(
     return ctypes.string_at(encoded.getPtr(), _MAP_BYTES)
 
 
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream on which PyTorch queues work on `device`, without the object that stands for it."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
+
+
 def launch(function: Any, grid: Grid, arguments: tuple[bytes | ctypes._SimpleCData[Any], ...], stream: int) -> None:
     """Launch. Bytes are passed by value."""
     holders = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else a for a in arguments]

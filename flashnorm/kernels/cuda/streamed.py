@@ -10,11 +10,12 @@ from torch import Tensor
 
 from flashnorm.kernels.configs import Streamed
 from flashnorm.kernels.cuda import kernel as kernels
-from flashnorm.kernels.cuda.driver import Grid, launch
+from flashnorm.kernels.cuda.driver import Grid, current_stream, launch
 from flashnorm.kernels.cuda.memory import streamed_bytes, streamed_slot
 
 _WARP = 32
 _ALL = 2**31 - 1
+_PROBLEM = struct.Struct("QQQQqifiiii")
 
 
 def streamed(
@@ -41,7 +42,7 @@ def streamed(
         kernel.function,
         Grid(min(N, kernel.multiprocessors * config.blocks), _WARP * (config.warps + 1), kernel.shared),
         (packed_problem(x, weight, eps, bias, out, config, static_weight=static_weight),),
-        torch.cuda.current_stream(x.device).cuda_stream,
+        current_stream(x.device),
     )
 
 
@@ -50,10 +51,18 @@ def packed_problem(
 ) -> bytes:
     """`struct Problem` of the source."""
     lead = _ALL if config.lead is None else config.lead
-    return (
-        struct.pack("QQQ", x.data_ptr(), weight.data_ptr(), out.data_ptr())
-        + struct.pack("Qq", bias.data_ptr() if bias is not None else 0, weight.stride(0))
-        + struct.pack("ifiiii", out.shape[1], eps, config.prefetch, config.pace, lead, static_weight)
+    return _PROBLEM.pack(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        weight.stride(0),
+        out.shape[1],
+        eps,
+        config.prefetch,
+        config.pace,
+        lead,
+        static_weight,
     )
 
 

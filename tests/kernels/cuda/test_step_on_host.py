@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ class Run:
         loaded = kernels.Kernel(None, decode_step.shared_bytes(shape, settings), case.blocks)
         monkeypatch.setattr(decode_step, "_kernel", lambda *_: loaded)
         monkeypatch.setattr(decode_step, "launch", launch)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(decode_step, "current_stream", lambda _device: 0)
         return decode_step.DecodeStep(shape, layers, ends, settings)
 
     def fill(self, length: int) -> None:
