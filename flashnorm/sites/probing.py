@@ -42,8 +42,10 @@ def is_candidate(module: nn.Module) -> bool:
 
     Beside them a DyT has one number, the slope of its tanh.
 
-    A hollow parameter is far larger than any gain, and has no values to experiment with.
+    A hollow parameter or buffer is far larger than any gain, and has no values to experiment with.
     """
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return False
     own = dict(module.named_parameters(recurse=False))
     below = sum(1 for _ in module.parameters())
     small = all(p.ndim <= 2 and p.is_floating_point() and not p.is_meta for p in own.values())

@@ -185,6 +185,15 @@ def test_a_parameter_without_values_is_no_gain():
     assert is_candidate(nn.LayerNorm(WIDTH))
 
 
+def test_a_buffer_without_values_is_nothing_to_experiment_with():
+    """As the positions of a sinusoidal embedding, which a model has no parameters for."""
+    norm = nn.RMSNorm(WIDTH)
+    norm.register_buffer("table", torch.zeros(3))
+    assert is_candidate(norm)
+    norm.register_buffer("table", torch.empty(1000, WIDTH, device="meta"))
+    assert not is_candidate(norm)
+
+
 def test_the_module_itself_is_not_changed():
     module = Norm(bias=True)
     before = {name: value.clone() for name, value in module.state_dict().items()}
