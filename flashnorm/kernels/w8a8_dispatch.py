@@ -1,8 +1,8 @@
 """Which way to multiply by a weight in eight bits: the tuned table of the device, and rules for what it does not list.
 
-A few rows go through a matrix-vector product that makes the codes itself, up to 64 through split K on matrix units,
-which were tuned on Hopper GPUs alone, and more through the library's matmul. The table is read as that of `dispatch.py`
-is; every configuration in it was compared with fp64.
+One row, and a few where split K does not run, go through a matrix-vector product that makes the codes itself, up to 64
+through split K on matrix units, which was tuned on Hopper GPUs alone, and more through the library's matmul. The table
+is read as that of `dispatch.py` is; every configuration in it was compared with fp64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashnorm.kernels.layout import addressable
 from flashnorm.kernels.w8a8_configs import CodesGemv, CodesSplitK, Config, Library, Reference, from_dict
 
 HOPPER = (9, 0)
-FEW_ROWS = 4  # through the matrix-vector product, where no table says otherwise
+FEW_ROWS = 4  # through the matrix-vector product, where split K does not run: on Hopper that took less for four rows
 MOST_ROWS = 8  # that one of its programs goes through
 MATRIX_ROWS = 64
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -67,8 +67,8 @@ def choose(problem: Problem) -> Config:
     listed = _shipped(problem.capability).get((_NAMES[problem.codes], problem.k, problem.n), {})
     rows = min((rows for rows in listed if rows >= problem.m), default=0)
     tuned = [listed[rows]] if rows else []
-    few = [matrix_vector(problem.k)] * (problem.m <= FEW_ROWS)
-    ways = (*tuned, *few, split_k(problem), Library(), matrix_vector(problem.k), Reference())
+    one, few = ([matrix_vector(problem.k)] * (problem.m <= rows) for rows in (1, FEW_ROWS))
+    ways = (*tuned, *one, split_k(problem), *few, Library(), matrix_vector(problem.k), Reference())
     return next(config for config in ways if fits(config, problem))
 
 

@@ -23,7 +23,7 @@ def _way(**changed: object) -> type:
 @pytest.mark.parametrize("codes", CODES.values())
 @pytest.mark.parametrize(
     ("m", "way"),
-    [(1, CodesGemv), (4, CodesGemv), (5, CodesSplitK), (64, CodesSplitK), (65, Library), (4096, Library)],
+    [(1, CodesGemv), (2, CodesSplitK), (5, CodesSplitK), (64, CodesSplitK), (65, Library), (4096, Library)],
 )
 def test_rows_decide_on_hopper(m, way, codes):
     assert _way(m=m, codes=codes) is way
@@ -54,6 +54,7 @@ def test_what_the_matrix_units_cannot_address_goes_another_way(codes):
 )
 def test_capability_decides_what_can_run(capability, changed, few, more):
     assert _way(m=1, capability=capability, **changed) is few
+    assert _way(m=4, capability=capability, **changed) is (more if capability == HOPPER else few)
     assert _way(m=16, capability=capability, **changed) is more
 
 
