@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from flashnorm.sites.types import Site
-from flashnorm.verify.engines.model import _CACHE_NAMES
+from flashnorm.verify.engines.model import CACHE_NAMES
 from flashnorm.verify.races.capture import capture
 
 Operation = Callable[[Tensor, Tensor, float], Tensor]
@@ -65,7 +65,7 @@ class CapturedDecoding:
     def __init__(self, model: Any, length: int) -> None:
         """`length`: tokens that the sequence may hold."""
         self._model, self._cache = model, StaticCache(config=model.config, max_cache_len=length)
-        self._name = next(name for name in _CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+        self._name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
         self._places = torch.arange(length, device=model.device)
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)

@@ -108,8 +108,9 @@ def _write(
 ) -> None:
     if out.numel() == 0:
         return
-    rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    rows, matrix = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    static_weight = static_weight and matrix is weight  # a copy has just been written
     gain = gain if gain is None else gain.contiguous()
     with on_device_of(x), written_in_place(out) as target:
-        config = choose(problem_of(rows, weight, gain, target, activation=activation), x.device)
-        run(config, rows, weight, eps, gain, None, target, activation, static_weight=static_weight)
+        config = choose(problem_of(rows, matrix, gain, target, activation=activation), x.device)
+        run(config, rows, matrix, eps, gain, None, target, activation, static_weight=static_weight)

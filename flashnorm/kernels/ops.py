@@ -141,9 +141,10 @@ def _write(
     """Flatten the leading axes, choose a way and run it."""
     if out.numel() == 0:
         return
-    rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    rows, matrix = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    static_weight = static_weight and matrix is weight  # a copy has just been written
     gain = gain if gain is None else gain.contiguous()
     bias = bias if bias is None else bias.contiguous()
     with on_device_of(x), written_in_place(out) as target:
-        config = choose(problem_of(rows, weight, gain, target), x.device)
-        run(config, rows, weight, eps, gain, bias, target, static_weight=static_weight)
+        config = choose(problem_of(rows, matrix, gain, target), x.device)
+        run(config, rows, matrix, eps, gain, bias, target, static_weight=static_weight)

@@ -35,13 +35,14 @@ def rms_linear_w8a8(
     `weight_scale`: (N,) fp32, both from `quantize_weight`; `bias`: (N,) in `x.dtype`. All on one device. Returns
     (..., N) in `x.dtype`; with `out`, writes there and returns it. There is no backward.
 
-    On NVIDIA GPUs (e4m3 from compute capability 8.9, int8 from 8.0) a few rows go through a matrix-vector kernel, up to
+    On NVIDIA GPUs (e4m3 from compute capability 8.9, int8 from 8.0) one row goes through a matrix-vector kernel, up to
     64 through a kernel for Hopper's matrix units where K is a multiple of 16, and more through the library's eight-bit
-    matmul where K and N are (with fp32 activations in e4m3 on 9.0 alone); the rest on codes widened to fp32, or on the
-    CPU's own integer product. A row with a NaN or an infinity gives NaN.
+    matmul where K and N are (with fp32 activations in e4m3 on 9.0 alone). Where the next of these does not run, and
+    where a table says so, the matrix-vector kernel takes up to eight rows. The rest, and K beyond 32768, is multiplied
+    on codes widened to fp32, or by the CPU's own integer product. A row with a NaN or an infinity gives NaN.
 
     `static_weight` promises that no work that may still run writes the weight, as in inference: the matrix-vector
-    kernel then reads it while the kernel before it ends.
+    kernel then reads it while the kernel before it ends. Last axes that are not contiguous are copied.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """
@@ -116,8 +117,9 @@ def _write(
 ) -> None:
     if out.numel() == 0:
         return
-    rows, weight = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    rows, matrix = row_contiguous(x.reshape(-1, x.shape[-1])), row_contiguous(weight)
+    static_weight = static_weight and matrix is weight  # a copy has just been written
     weight_scale, bias = weight_scale.contiguous(), bias if bias is None else bias.contiguous()
     with on_device_of(x), written_in_place(out) as target:
-        config = choose(problem_of(rows, weight))
-        run(config, rows, weight, weight_scale, eps, bias, target, static_weight=static_weight)
+        config = choose(problem_of(rows, matrix))
+        run(config, rows, matrix, weight_scale, eps, bias, target, static_weight=static_weight)

@@ -228,9 +228,13 @@ def test_registration_is_consistent_and_compiles_into_one_graph(dtype):
     out = torch.empty(4, 32, device=cases.DEVICE)
     torch.library.opcheck(torch.ops.flashnorm.rms_linear_w8a8_out.default, (*arguments, out), test_utils=checks)
     compiled = torch.compile(
-        lambda x: rms_linear_w8a8(x * 2, *weight, cases.EPS) + 1, fullgraph=True, backend="aot_eager"
+        lambda x, static: rms_linear_w8a8(x * 2, *weight, cases.EPS, static_weight=static) + 1,
+        fullgraph=True,
+        backend="aot_eager",
     )
-    assert torch.equal(compiled(operands.x), rms_linear_w8a8(operands.x * 2, *weight, cases.EPS) + 1)
+    for static in (False, True):
+        assert torch.equal(compiled(operands.x, static), rms_linear_w8a8(operands.x * 2, *weight, cases.EPS) + 1)
+    assert torch.ops.flashnorm.rms_linear_w8a8(*arguments[:-1]).shape == (4, 32)  # as before there was the promise
 
 
 def test_int8_on_the_cpu_is_the_integer_product():
@@ -256,7 +260,9 @@ def test_int8_on_the_cpu_is_the_integer_product():
         (DtypeError, "x is torch.float64", {"x": torch.ones(2, 8, dtype=torch.float64)}),
         (DtypeError, "bias", {"bias": torch.ones(4, dtype=torch.bfloat16)}),
         (DeviceError, "weight", {"weight": torch.empty(4, 8, dtype=FLOAT8, device="meta")}),
+        (DeviceError, "weight_scale", {"weight_scale": torch.empty(4, device="meta")}),
         (GradientError, "x", {"x": torch.ones(2, 8, requires_grad=True)}),
+        (GradientError, "weight_scale", {"weight_scale": torch.ones(4, requires_grad=True)}),
     ],
 )
 def test_a_refusal_names_the_argument(error, name, arguments):

@@ -17,7 +17,7 @@ from flashnorm.verify.engines.positions import derives_positions, pad_id
 from flashnorm.verify.forward import TransformersModel
 from flashnorm.verify.oracle import choose_oracle, exact_logits
 
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by release and family
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by release and family
 _LONGEST = 4096  # tokens of a sequence, where the model states no limit
 _KEPT_BACK = 4  # positions that a model may keep back from those it states: RoBERTa's first token stands at 2
 
@@ -60,7 +60,7 @@ def _limit(config: Any) -> int:
 def _decoding(model: TransformersModel) -> tuple[Begin | None, str]:
     """How the model decodes, tried on two tokens; else why it does not, in its own words."""
     forward = inspect.signature(model.forward).parameters
-    cache = next((known for known in _CACHE_NAMES if known in forward), None)
+    cache = next((known for known in CACHE_NAMES if known in forward), None)
     if cache is None:
         return None, "its forward takes no cache"
     try:
