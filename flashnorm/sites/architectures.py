@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import transformers
@@ -14,6 +15,8 @@ from flashnorm.sites.build import hollow_model
 
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "decoder_layers", "encoder_layers")
 _FEWEST = 2
+# What lists are called that say which layers are of a kind by their numbers. Other lists of small numbers are sizes.
+_NUMBERED = re.compile(r"layer|index|idx")
 
 
 def causal_types() -> list[str]:
@@ -24,7 +27,8 @@ def causal_types() -> list[str]:
 def short_model(model_type: str) -> PreTrainedModel:
     """The hollow causal model of the type's default config, cut to one layer of each kind, and two at least.
 
-    Which kinds there are is what lists with one entry for each layer say. A model that cannot be cut is built whole.
+    Which kinds there are is what lists with one entry for each layer say, and lists of the numbers of layers. A model
+    that cannot be cut is built whole.
     Raises `ConfigError` where the type has no defaults, or no model can be built of them.
     """
     whole = _default(model_type)
@@ -58,13 +62,12 @@ def _shortened(config: PretrainedConfig) -> dict[str, Any]:
     name = next((name for name in _COUNTS if isinstance(getattr(config, name, None), int)), None)
     count = getattr(config, name) if name else 0
     if name and count > _FEWEST:
-        lists = {k: v for k, v in config.to_dict().items() if isinstance(v, (list, tuple)) and len(v) == count}
-        kinds: dict[str, int] = {}
-        for layer in range(count):
-            kinds.setdefault(repr([value[layer] for value in lists.values()]), layer)
-        kept = sorted(kinds.values())
-        kept += [n for n in range(count) if n not in kept][: max(0, _FEWEST - len(kept))]
-        values |= {k: [v[layer] for layer in sorted(kept)] for k, v in lists.items()}
+        found = {k: v for k, v in config.to_dict().items() if isinstance(v, (list, tuple))}
+        lists = {k: v for k, v in found.items() if len(v) == count}
+        numbered = {k: v for k, v in found.items() if k not in lists and _are_layers(k, v, count)}
+        kept = _one_of_each([*lists.values(), *([n in v for n in range(count)] for v in numbered.values())], count)
+        values |= {k: [v[layer] for layer in kept] for k, v in lists.items()}
+        values |= {k: [place for place, layer in enumerate(kept) if layer in v] for k, v in numbered.items()}
         values |= {k: len(kept) for k in _COUNTS if isinstance(getattr(config, k, None), int) and k not in ("depth",)}
         values[name] = len(kept)
     for part in config.sub_configs:
@@ -72,3 +75,19 @@ def _shortened(config: PretrainedConfig) -> dict[str, Any]:
         if isinstance(inner, PretrainedConfig):
             values[part] = _shortened(inner)
     return values
+
+
+def _one_of_each(lists: list[Any], count: int) -> list[int]:
+    """The first layer of each kind, and as many others as make `_FEWEST`, in order. `lists`: entries for each layer."""
+    kinds: dict[str, int] = {}
+    for layer in range(count):
+        kinds.setdefault(repr([entries[layer] for entries in lists]), layer)
+    kept = list(kinds.values())
+    kept += [n for n in range(count) if n not in kept][: max(0, _FEWEST - len(kept))]
+    return sorted(kept)
+
+
+def _are_layers(name: str, values: Any, count: int) -> bool:
+    """Whether a config's list holds the numbers of some of its `count` layers, each once and in order."""
+    numbers = all(type(value) is int and 0 <= value < count for value in values)
+    return numbers and bool(_NUMBERED.search(name)) and list(values) == sorted(set(values))

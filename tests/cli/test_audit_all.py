@@ -57,6 +57,16 @@ def test_configs_are_cut_to_a_layer_of_each_kind() -> None:
     assert len(causal_types()) > 100
 
 
+def test_lists_of_the_numbers_of_layers_are_cut_with_the_layers() -> None:
+    hybrid = short_model("zamba2").config
+    assert [hybrid.layer_types[n] for n in hybrid.hybrid_layer_ids] == ["hybrid"]
+    assert len(hybrid.layer_types) == 2
+    sparse = short_model("flint").config
+    assert sparse.mlp_only_layers == [0]  # and others, which are not: before, both layers left were of one kind
+    assert sparse.num_hidden_layers == 3
+    assert short_model("hrm_text").config.L_bp_cycles == [2]  # a list of one small number, of no layer
+
+
 def test_a_model_that_reads_a_part_of_its_types_config_gets_that_part() -> None:
     assert short_model("emu3").config.model_type == "emu3_text_model"
 
