@@ -1,9 +1,9 @@
 """Hollow models: the real structure of a model of any size, without its weights.
 
 Large parameters live on the meta device and hold no memory; small ones (norm gains, biases, convolutions) and all
-activations are real. An operation that mixes both gets its shape from the meta device and its values from a fixed pool
-of random numbers. So a 671B-parameter mixture of experts runs a few tokens on a laptop, and its data-dependent routing
-takes real decisions, which pure meta tensors could not.
+activations are real. An operation that mixes both gets its shape from the meta device and its values
+from a fixed pool of random numbers. So a 671B-parameter mixture of experts runs a few tokens on a laptop, and its
+data-dependent routing takes real decisions, which pure meta tensors could not.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def hollow_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
     dtype = torch.float32 if tensor.dtype in _FULL else tensor.dtype
-    if tensor.numel() > REAL_LIMIT or tensor.device.type == "meta":
+    if tensor.numel() > REAL_LIMIT or is_hollow(tensor):
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -142,7 +142,7 @@ class HollowMode(TorchDispatchMode):
         """`func(*args, **kwargs)`; a result that any real activation had a part in is real."""
         tensors = tensors_in(args, kwargs)
         if not any(map(is_hollow, tensors)):
-            return func(*args, **kwargs)
+            return func(*map(_off_meta, args), **{name: _off_meta(value) for name, value in kwargs.items()})
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1  # a value read off a hollow weight: nothing in a model's structure may depend on it
         if all(is_hollow(t) for t in tensors) or _gathers_weight(func, args):
@@ -202,6 +202,11 @@ def _gathers_weight(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _GATHERS = {torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.select}
+
+
+def _off_meta(value: Any) -> Any:
+    """What a model makes on, or sends to, the device of a weight is an activation: real, though the weight is not."""
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
 def _to_meta(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from flashnorm.sites.arrangement import Arrangement, arrangement_of
-from flashnorm.sites.as_found import is_as_found, not_one_scalar
+from flashnorm.sites.as_found import not_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS, attended
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.layer import Layer
@@ -299,8 +299,9 @@ class ScalarFollower(Follower):
         if not isinstance(output, torch.Tensor) or output.shape != x.shape:
             self.irregular(norm, "it does not return one tensor of its input's shape")
             return
-        if not is_as_found(self.record.probes[norm], self.record.model.get_submodule(norm), x, output):
-            self.irregular(norm, "it multiplies by more than its gain")
+        unlike = not_as_found(self.record.probes[norm], self.record.model.get_submodule(norm), x, output)
+        if unlike is not None:
+            self.irregular(norm, unlike)
         if self.record.probes[norm].convention.has_bias:
             self.found.biased.add(norm)
             return

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from flashnorm.sites.as_found import is_as_found, not_one_scalar
+from flashnorm.sites.as_found import not_as_found, not_one_scalar
 from flashnorm.sites.contractions import PRODUCTS
 from flashnorm.sites.inputs import Run
 from flashnorm.sites.layer import Layer
@@ -210,8 +210,9 @@ class WriterFollower(Follower):
             return
         convention = found.convention
         known = not_one_scalar(found, x) is None
-        if known and not is_as_found(found, self.record.model.get_submodule(norm), x, output):
-            self.irregular(norm, "it multiplies by more than its gain")
+        unlike = not_as_found(found, self.record.model.get_submodule(norm), x, output) if known else None
+        if unlike is not None:
+            self.irregular(norm, unlike)
         centered = known and convention.subtracts_mean and found.weight is None and found.bias is None
         own = Foreign(f"the output of {norm} is added to it, which has a mean by its gain and bias")
         rows = self.rows.fresh(frozenset() if centered else frozenset([own]), output.shape[:-1].numel())

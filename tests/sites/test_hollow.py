@@ -8,7 +8,8 @@ from torch import nn
 
 from flashnorm.errors import TracingError
 from flashnorm.sites.audit import audit
-from flashnorm.sites.hollow import REAL_LIMIT, hollow_copy, is_hollow
+from flashnorm.sites.hollow import REAL_LIMIT, HollowMode, hollow_construction, hollow_copy, is_hollow
+from flashnorm.sites.transforms import audit_fully
 from tests.sites.small import WIDTH, after_fold, settled
 
 VOCABULARY = 12
@@ -110,3 +111,60 @@ def test_only_large_tensors_are_hollow_and_full_dtypes_become_float32():
     assert copied.small.tolist() == [2.0] * 3
     assert [p.dtype for p in copied.parameters()] == [torch.float32, torch.float32, torch.int8]
     assert model.small.dtype == torch.float16
+
+
+# Model code asks a weight for its device and puts activations there: they must not become hollow as the weight is.
+ON_ITS_DEVICE = {
+    "sent to the device": lambda x, w: x.to(w.device),
+    "sent to the weight": lambda x, w: x.to(w),
+    "of the weight's type": lambda x, w: x.type_as(w),
+    "copied": lambda x, w: torch.empty_like(x, device=w.device).copy_(x),
+    "made": lambda x, w: torch.arange(x.numel(), device=w.device).view(x.shape),
+    "made beside another": lambda x, w: x.new_zeros(x.shape, device=w.device),
+}
+
+
+@pytest.mark.parametrize("what", ON_ITS_DEVICE)
+def test_activations_on_the_device_of_a_hollow_weight_are_real(what):
+    x, weight = torch.randn(2, 3), torch.empty(3, 3, device="meta")
+    with HollowMode():
+        put = ON_ITS_DEVICE[what](x, weight)
+    assert not is_hollow(put)
+    if what not in ("made", "made beside another"):
+        assert torch.equal(put, x)
+    assert not put.isnan().any()
+
+
+def test_a_weight_that_is_sent_to_the_device_of_an_activation_stays_hollow():
+    x, weight = torch.randn(2, 3), torch.empty(3, 3, device="meta")
+    with HollowMode():
+        assert is_hollow(weight.to(x.device, torch.float16))
+
+
+def test_a_model_that_sends_its_inputs_to_its_weights_is_audited():
+    class Sends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(REAL_LIMIT // WIDTH + 1, WIDTH)
+            self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+        def forward(self, x):
+            return self.head(self.norm(self.embedding(x.to(self.embedding.weight.device))))
+
+    (verdicts,) = audit_fully(Sends(), inputs={"x": IDS}).transforms.values()
+    assert (verdicts.fold.word, verdicts.defer.word) == ("yes", "yes")
+
+
+def test_a_norm_of_a_hollow_weight_is_not_held_for_what_cannot_be_seen():
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(REAL_LIMIT // WIDTH + 1, WIDTH))
+            self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.linear(self.norm(self.queries)) @ x.transpose(-1, -2)
+
+    (verdicts,) = audit_fully(Queries(), inputs={"x": torch.randn(2, 5, WIDTH)}).transforms.values()
+    assert verdicts.fold.word == "yes"
+    assert "hollow" in verdicts.cancel.reason
