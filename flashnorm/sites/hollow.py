@@ -1,7 +1,7 @@
 """Hollow models: the real structure of a model of any size, without its weights.
 
-Large parameters live on the meta device and hold no memory; small ones (norm gains, biases, convolutions) and all
-activations are real. An operation that mixes both gets its shape from the meta device and its values
+Large parameters live on the meta device and hold no memory; small ones (norm gains, biases, convolutions), tables of
+places and all activations are real. An operation that mixes both gets its shape from the meta device and its values
 from a fixed pool of random numbers. So a 671B-parameter mixture of experts runs a few tokens on a laptop, and its
 data-dependent routing takes real decisions, which pure meta tensors could not.
 """
@@ -32,6 +32,9 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torc
 _POOL_SIZE = 1 << 20
 # The dtypes in which weights are numbers; in any other they are codes that some scale gives a meaning.
 _FULL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# That of tables of places, such as the experts of each token. Their values decide what is moved where, so that a run
+# without them would show nothing; and no weight is stored in integers of eight bytes.
+_PLACES = torch.int64
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -41,7 +44,9 @@ class _LargeOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and kwargs.get("device") is None:
+        if kwargs.get("dtype") is _PLACES:
+            func = torch.zeros if func is torch.empty else func  # what no one has written is no place
+        elif func in _FACTORIES and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args)
             if all(isinstance(n, int) for n in size) and math.prod(size) > REAL_LIMIT:
                 kwargs = {**kwargs, "device": "meta"}
@@ -88,7 +93,9 @@ def hollow_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
     dtype = torch.float32 if tensor.dtype in _FULL else tensor.dtype
-    if tensor.numel() > REAL_LIMIT or is_hollow(tensor):
+    if dtype is _PLACES and is_hollow(tensor):
+        return torch.zeros(tensor.shape, dtype=dtype)  # a place in any table
+    if dtype is not _PLACES and (tensor.numel() > REAL_LIMIT or is_hollow(tensor)):
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 

@@ -7,13 +7,14 @@ gain passes through. Everything that has no rule is of the last kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
+from flashnorm.sites.hollow import is_hollow
 from flashnorm.sites.shadow import PLAIN, ZERO, Conflict, added, constant_along, impure, tagged
 from flashnorm.sites.weights import Located, Read
 
@@ -143,6 +144,7 @@ def moved(call: Call) -> Any:
     name = call.func.overloadpacket.__name__.rstrip("_")
     if call.kwargs.get("reduce") is not None:
         raise Blocked("non-linear", f"it is combined with what is there by {call.kwargs['reduce']!r}")
+    require_known(arg for position, arg in enumerate(call.args) if position not in PICKS[name])
     if name == "index_put" and (call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)):
         return _accumulated(call, call.codes(0), call.codes(2))
 
@@ -151,6 +153,12 @@ def moved(call: Call) -> Any:
 
     args = [tree_map(code, arg) if position in PICKS[name] else arg for position, arg in enumerate(call.args)]
     return call.func(*args, **call.kwargs)
+
+
+def require_known(indices: Iterable[Any]) -> None:
+    """A shadow cannot be moved by a hollow index or mask: PyTorch raises, or returns memory that no one has written."""
+    if any(is_hollow(leaf) for leaf in tree_flatten(list(indices))[0]):
+        raise Blocked("unknown-places", "it is moved to places that a hollow weight says")
 
 
 @rule("copy")
@@ -166,6 +174,7 @@ def padded(call: Call) -> Any:
 
 @rule("masked_fill")
 def masked(call: Call) -> Any:
+    require_known(call.args[1:2])
     return call.codes(0).expand(call.result.shape).masked_fill(call.args[1], int(call.codes(2)))
 
 
@@ -266,6 +275,7 @@ def _combined(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @rule("index_add", "scatter_add")
 def accumulated(call: Call) -> Any:
+    require_known(call.args[2:3])
     # Impure, for several elements may be added up in one place.
     base, dim, index, source = call.codes(0).clone(), call.args[1], call.args[2], impure(call.codes(3))
     if call.func.overloadpacket.__name__.startswith("scatter_add"):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from flashnorm.sites.contractions import PRODUCTS, attended
-from flashnorm.sites.operations import PICKS, RULES, Blocked, Call, Context
+from flashnorm.sites.operations import PICKS, RULES, Blocked, Call, Context, require_known
 from flashnorm.sites.shadow import PLAIN, ZERO, tagged
 from flashnorm.sites.weights import Located
 from flashnorm.sites.written_rows import Foreign, Laid, Rows, by_row
@@ -217,6 +217,7 @@ def _accumulated(step: Step) -> Laid:
         (dim, index), source = used[0], step.args[2]
     else:
         dim, index, source = step.args[1], step.args[2], step.args[3]
+    require_known([index])
     base, added = step.laid(step.args[0]), step.laid(source)
     dim = dim % base.rows.ndim
     if index.ndim > 1:

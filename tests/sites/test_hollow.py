@@ -168,3 +168,18 @@ def test_a_norm_of_a_hollow_weight_is_not_held_for_what_cannot_be_seen():
     (verdicts,) = audit_fully(Queries(), inputs={"x": torch.randn(2, 5, WIDTH)}).transforms.values()
     assert verdicts.fold.word == "yes"
     assert "hollow" in verdicts.cancel.reason
+
+
+def test_tables_of_places_are_real_however_large():
+    size = REAL_LIMIT + 1
+    with hollow_construction():
+        assert not is_hollow(torch.ones(size, dtype=torch.long))
+        assert not torch.empty(size, dtype=torch.long).any()  # not what lay in that memory before
+        assert is_hollow(torch.zeros(size, dtype=torch.int32))
+    model = nn.Module()
+    model.register_buffer("known", torch.arange(size))
+    model.register_buffer("unknown", torch.empty(3, dtype=torch.long, device="meta"))
+    copied = hollow_copy(model)
+    assert torch.equal(copied.known, model.known)
+    assert copied.known.data_ptr() != model.known.data_ptr()
+    assert copied.unknown.tolist() == [0] * 3

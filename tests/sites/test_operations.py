@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from flashnorm.sites.hollow import REAL_LIMIT
+from flashnorm.sites.transforms import audit_fully
 from tests.sites.small import OUT, TOKENS, WIDTH, after_fold, settled
 
 
@@ -76,3 +78,37 @@ def test_a_reader_of_the_first_channels_alone(kind):
     report, error = after_fold(model)
     assert report.folded == ["norm"]
     assert error < 1e-5
+
+
+# Where an index or a mask is hollow, PyTorch returns memory that no one has written, or raises: the shadow of what is
+# moved by it is not known, and must not be read off such memory.
+UNKNOWN = {
+    "picked": lambda t, places: t[:, places],
+    "gathered": lambda t, places: t.gather(1, places.long()[None, :, None].expand(t.shape)),
+    "scattered": lambda t, places: torch.zeros_like(t).scatter(1, places.long()[None, :, None].expand(t.shape), t),
+    "put": lambda t, places: torch.zeros_like(t).index_put((torch.arange(2)[:, None], places[None]), t),
+    "added at": lambda t, places: torch.zeros_like(t).index_add(1, places, t),
+    "accumulated at": lambda t, places: torch.zeros_like(t).index_put(
+        (torch.arange(2)[:, None], places[None]), t, accumulate=True
+    ),
+    "masked": lambda t, places: t.masked_fill((places == 0)[None, :, None], 0.0),
+    "chosen": lambda t, places: torch.where((places == 0)[None, :, None], t, 0.0),
+}
+
+
+@pytest.mark.parametrize("how", UNKNOWN)
+def test_what_a_hollow_index_or_mask_moves_is_not_followed(how):
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(WIDTH, WIDTH)
+            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, OUT, bias=False)
+            self.register_buffer("table", torch.zeros(REAL_LIMIT + 1, dtype=torch.int32))
+
+        def forward(self, x):
+            return self.linear(UNKNOWN[how](self.norm(self.embed(x)), self.table[:TOKENS]))
+
+    found = audit_fully(Routed(), inputs={"x": torch.randn(2, TOKENS, WIDTH)})
+    (site,) = found.report.sites
+    assert [blocker.kind for blocker in site.blockers] == ["unknown-places"]
+    assert found.transforms["norm"].cancel.word == "no"
