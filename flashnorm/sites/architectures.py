@@ -63,8 +63,8 @@ def _shortened(config: PretrainedConfig) -> dict[str, Any]:
     count = getattr(config, name) if name else 0
     if name and count > _FEWEST:
         found = {k: v for k, v in config.to_dict().items() if isinstance(v, (list, tuple))}
-        lists = {k: v for k, v in found.items() if len(v) == count}
-        numbered = {k: v for k, v in found.items() if k not in lists and _are_layers(k, v, count)}
+        numbered = {k: v for k, v in found.items() if _are_layers(k, v, count)}
+        lists = {k: v for k, v in found.items() if len(v) == count and k not in numbered}
         kept = _one_of_each([*lists.values(), *([n in v for n in range(count)] for v in numbered.values())], count)
         values |= {k: [v[layer] for layer in kept] for k, v in lists.items()}
         values |= {k: [place for place, layer in enumerate(kept) if layer in v] for k, v in numbered.items()}

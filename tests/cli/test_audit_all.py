@@ -64,6 +64,9 @@ def test_lists_of_the_numbers_of_layers_are_cut_with_the_layers() -> None:
     sparse = short_model("flint").config
     assert sparse.mlp_only_layers == [0]  # and others, which are not: before, both layers left were of one kind
     assert sparse.num_hidden_layers == 3
+    routed = short_model("llama4_text").config
+    assert routed.moe_layers == [0, 1]  # a number for each layer is no kind of its own for each
+    assert sorted(routed.layer_types) == ["chunked_attention", "full_attention"]
     assert short_model("hrm_text").config.L_bp_cycles == [2]  # a list of one small number, of no layer
 
 
