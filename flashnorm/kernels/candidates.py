@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, SplitK, Streamed, TmaGemm
-from flashnorm.kernels.cuda.memory import SHARED_MEMORY, streamed_bytes, streamed_slot, tma_gemm_bytes
+from flashnorm.kernels.configs import Config, DeferredGemm, Fused, Gemv, NormLinear, Skinny, SplitK, Streamed, TmaGemm
+from flashnorm.kernels.cuda.memory import (
+    SHARED_MEMORY,
+    skinny_bytes,
+    streamed_bytes,
+    streamed_slot,
+    tiles_of,
+    tma_gemm_bytes,
+)
 
 MULTIPROCESSORS = 132
 _FOR_TRITON = 230_000  # its barriers and descriptors take the rest
@@ -21,6 +28,8 @@ def candidates(m: int, k: int, n: int, *, gated: bool = False) -> list[Config]:
         found += _streamed(k, gated)
     else:
         found += _tma_gemm(m, k, n, gated)
+    if 1 < m <= 64:
+        found += _skinny(m, k, gated)
     if gated:
         return list(dict.fromkeys([*found, *_norm_linear(m, k)]))
     if m == 1:
@@ -51,6 +60,16 @@ def _streamed(k: int, gated: bool) -> Iterator[Streamed]:
             yield replace(ring, prefetch=ahead // slot, pace=pace, lead=lead and lead // slot)
         if fill <= 100:
             yield replace(ring, blocks=2, on_the_way=stages)
+
+
+def _skinny(m: int, k: int, gated: bool) -> Iterator[Skinny]:
+    """Rings of which one or two fit in a multiprocessor, and no more blocks for a K than it has steps."""
+    for rows, split, stages in product((32, 64, 128), (1, 2, 4, 8), (4, 6, 8, 12)):
+        config = Skinny(rows, split, stages)
+        steps = -(-k // 64) // split
+        divides = rows // (2 if gated else 1) % split == 0
+        if divides and stages <= max(4, steps) and skinny_bytes(config, tiles_of(m)) <= SHARED_MEMORY:
+            yield config
 
 
 def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:

@@ -118,7 +118,16 @@ class Streamed:
     lead: int | None = None
 
 
-Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear | TmaGemm | Streamed
+@dataclass(frozen=True)
+class Skinny:
+    """Rows of W of a cluster, blocks of a cluster, which share K, and pipeline depth, in steps of 64 along K."""
+
+    rows: int = 64
+    split: int = 4
+    stages: int = 8
+
+
+Config = Reference | Gemv | SplitK | Fused | DeferredGemm | NormLinear | TmaGemm | Streamed | Skinny
 
 FAMILIES = MappingProxyType(
     {
@@ -130,6 +139,7 @@ FAMILIES = MappingProxyType(
         "norm_linear": NormLinear,
         "tma_gemm": TmaGemm,
         "streamed": Streamed,
+        "skinny": Skinny,
     }
 )
 _NAMES = MappingProxyType({family: name for name, family in FAMILIES.items()})

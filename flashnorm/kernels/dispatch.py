@@ -26,10 +26,12 @@ from flashnorm.kernels.configs import (
     Gemv,
     NormLinear,
     Reference,
+    Skinny,
     SplitK,
     Streamed,
     TmaGemm,
 )
+from flashnorm.kernels.cuda.memory import SHARED_MEMORY, skinny_bytes, tiles_of
 from flashnorm.kernels.layout import addressable
 from flashnorm.kernels.learned import Table, parse, read, table_path
 
@@ -40,6 +42,8 @@ MANY = TmaGemm(128, 256, 2, 4, "inside", 0, 16)
 STREAMED = Streamed(2048, 6, 8, prefetch=0, rows=4, on_the_way=4, lead=6)  # two launches in a multiprocessor
 STREAMED_FROM = 64 << 20  # elements of W, from which a ring of bulk copies reads faster than many small programs
 WIDEST_ROW = 32768  # the norm kernel keeps a row in registers: 128 fp32 values for each of 256 threads
+SKINNY_ROWS = 32  # with more, the library's matmul was faster
+MANY_TILES = 264  # of 64 outputs: two blocks for each multiprocessor, without splitting K
 _TABLE_BY_CAPABILITY = {(9, 0): "hopper.json"}
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -109,12 +113,27 @@ def _choose(problem: Problem, table: Table) -> Config:
             return listed[rows]
     many = [MANY] * (problem.m >= MANY_ROWS and problem.n >= MANY_OUTPUTS)
     if problem.gated:
-        return _first_fit(problem, STREAMED, *many, _norm_linear(problem))
+        return skinny_for(problem) or _first_fit(problem, STREAMED, *many, _norm_linear(problem))
     if problem.m == 1:
         return _first_fit(problem, *[STREAMED] * (problem.k * problem.n >= STREAMED_FROM), Gemv())
     if problem.m <= MATRIX_ROWS and fits(SplitK(), problem):
         return SplitK(split=_split(problem))
     return Gemv() if problem.m <= FEW_ROWS else _first_fit(problem, *many, _norm_linear(problem))
+
+
+def skinny_for(problem: Problem) -> Skinny | None:
+    """How the kernel for few rows runs this problem; None where it does not, or was slower than the library's matmul.
+
+    The gated form was faster than the other ways for at most eight rows. K is split where the outputs do not occupy all
+    multiprocessors.
+    """
+    if problem.gated:
+        config, most = Skinny(128, 1, 12), FEW_ROWS
+    elif problem.n >= 64 * MANY_TILES:
+        config, most = Skinny(64, 1, 4), SKINNY_ROWS
+    else:
+        config, most = Skinny(32, 4, 12 if problem.m <= FEW_ROWS else 6), SKINNY_ROWS
+    return config if 1 < problem.m <= most and fits(config, problem) else None
 
 
 def _first_fit(problem: Problem, *configs: Config) -> Config:
@@ -141,6 +160,9 @@ def fits(config: Config, problem: Problem) -> bool:
             return copied and problem.hopper and not (problem.gated and config.block_n % 16)
         case Streamed():
             return copied and problem.hopper and problem.m == 1 and problem.k % 8 == 0
+        case Skinny():
+            small = problem.m <= MATRIX_ROWS and skinny_bytes(config, tiles_of(problem.m)) <= SHARED_MEMORY
+            return copied and problem.hopper and small
     return True
 
 

@@ -1,6 +1,7 @@
 """Programmatic dependent launch (PDL), and the one rule that keeps it safe.
 
-With PDL a kernel starts while the kernel before it still runs. The rule, which every kernel here obeys:
+With PDL a kernel starts while the kernel before it still runs. The rule, which the first kernel of every operation
+obeys:
 
     a kernel announces its dependents (`gdc_launch_dependents`) only after its own wait (`gdc_wait`).
 
@@ -10,10 +11,14 @@ nothing about its predecessor, so it waits before it reads anything: weights too
 caller promises that they are static. Bringing lines into the L2 cache is allowed before the wait, because the L2 is
 where writes become visible.
 
-The kernels of a decode step, and `cuda/streamed.cu` where its weight is static, announce before their wait: each of
-them, and each first kernel of an operation, reads nothing but static weights before its own wait, and what it waits for
-has waited in turn. So kernels may gather behind a running one, and begin with what they have in registers or shared
-memory when it ends.
+The kernels of a decode step, `cuda/streamed.cu` where its weight is static, and the kernel that adds up what split K
+has left announce before their wait: each of them, and each first kernel of an operation, reads nothing but static
+weights, or what its operation has found complete, before its own wait, and what it waits for has waited in turn. So
+kernels may gather behind a running one, and begin with what they have in registers or shared memory when it ends.
+
+When attention over several rows starts, whose qkv an operation or the library has written, the kernels before that
+operation are complete: it reads the step's slots and positions, and the cache as earlier steps left it, before its own
+wait.
 """
 
 from __future__ import annotations

@@ -12,10 +12,12 @@ from flashnorm.kernels.configs import (
     Gemv,
     NormLinear,
     Reference,
+    Skinny,
     SplitK,
     Streamed,
     TmaGemm,
 )
+from flashnorm.kernels.surroundings import Surroundings
 
 
 def run(
@@ -70,6 +72,11 @@ def run(
             from flashnorm.kernels.cuda.streamed import streamed
 
             streamed(x, weight, eps, bias, out, config, activation=activation, static_weight=static_weight)
+        case Skinny():
+            from flashnorm.kernels.cuda.skinny import skinny
+
+            around = Surroundings(eps=eps, bias=bias, activation=activation, gated=activation is not None)
+            skinny(x, weight, out, around, config, static_weight=static_weight)
 
 
 def _reference(

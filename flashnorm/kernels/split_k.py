@@ -72,6 +72,8 @@ def _reduce_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     m = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -82,7 +84,6 @@ def _reduce_kernel(
     scale = tl.math.rsqrt(tl.sum(squares, 0) / K + eps)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((BLOCK_N,), tl.float32)
     for split in tl.static_range(SPLIT):
         total += tl.load(partial + (split * M + m) * N + n, mask=n < N, other=0.0)

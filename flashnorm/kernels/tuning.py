@@ -18,7 +18,7 @@ import torch
 from flashnorm.errors import CheckFailed
 from flashnorm.kernels.bounds import Expected, exceeds, expected_rms_linear, expected_rms_swiglu_linear
 from flashnorm.kernels.candidates import candidates
-from flashnorm.kernels.configs import Config, NormLinear, Streamed, TmaGemm
+from flashnorm.kernels.configs import Config, NormLinear, Skinny, Streamed, TmaGemm
 from flashnorm.kernels.dispatch import cuda_runs
 from flashnorm.kernels.run import run
 from flashnorm.kernels.timing import cold_operands, time_side_by_side
@@ -74,7 +74,7 @@ def candidates_of(shape: Shape) -> list[Config]:
     """The candidates that can run here."""
     found = candidates(shape.m, shape.k, shape.n, gated=shape.activation is not None)
     hopper = cuda_runs(torch.device("cuda", torch.cuda.current_device()))
-    return [config for config in found if hopper or not isinstance(config, (Streamed, TmaGemm))]
+    return [config for config in found if hopper or not isinstance(config, (Skinny, Streamed, TmaGemm))]
 
 
 def fault(shape: Shape, config: Config) -> str:

@@ -14,6 +14,7 @@ from flashnorm.kernels.configs import (
     Gemv,
     NormLinear,
     Reference,
+    Skinny,
     SplitK,
     Streamed,
     TmaGemm,
@@ -45,6 +46,24 @@ def test_cuda_kernels_are_chosen_where_they_run(monkeypatch, dtype):
     for runs, family in ((True, TmaGemm), (False, NormLinear)):
         monkeypatch.setattr(dispatch, "cuda_runs", lambda device, runs=runs: runs)
         assert isinstance(dispatch._choose(dispatch.problem_of(x, weight, None, out), {}), family)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({"m": 1}, None),
+        ({"m": 2}, Skinny(32, 4, 12)),
+        ({"m": 32}, Skinny(32, 4, 6)),
+        ({"m": 33}, None),
+        ({"m": 32, "n": 128256}, Skinny(64, 1, 4)),
+        ({"m": 8, "gated": True}, Skinny(128, 1, 12)),
+        ({"m": 9, "gated": True}, None),
+        ({"m": 8, "addressable": False}, None),
+        ({"m": 8, "hopper": False}, None),
+    ],
+)
+def test_how_few_rows_end_a_block(changes, config):
+    assert dispatch.skinny_for(replace(PLAIN, **changes)) == config
 
 
 def test_few_outputs_and_other_gpus_keep_to_the_plain_sequence():
@@ -85,6 +104,10 @@ def test_a_choice_can_always_run(m, k, n, gained, addressable, dtype, gated, hop
         (Streamed(), {"k": 1001}),
         (Gemv(), {"gated": True}),
         (SplitK(), {"gated": True}),
+        (Skinny(), {"hopper": False}),
+        (Skinny(), {"gained": True}),
+        (Skinny(), {"m": 65}),
+        (Skinny(128, 1, 12), {"m": 20}),  # its shared memory
     ],
 )
 def test_what_a_family_cannot_run(config, changes):

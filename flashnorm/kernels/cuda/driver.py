@@ -29,7 +29,8 @@ _MAP_BYTES = 128
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks, threads of a block, bytes of shared memory of a block, and whether all blocks must run at the same time.
+    """Blocks, threads of a block, bytes of shared memory of a block, whether all blocks must run at the same time, and
+    how many neighbours share their memory.
 
     Where they need not, the kernel may start before the kernel before it ends (see `kernels/launch.py`).
     """
@@ -38,6 +39,7 @@ class Grid:
     threads: int
     shared: int
     together: bool = False
+    cluster: int = 1
 
 
 def load(code: bytes, name: str, shared: int, device: torch.device) -> Any:
@@ -103,7 +105,8 @@ def _config(grid: Grid, stream: int) -> Any:
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
     config.sharedMemBytes = grid.shared
     config.hStream = stream
-    config.attrs, config.numAttrs = [_attribute(grid)], 1
+    config.attrs = [_attribute(grid), *([_clustered(grid.cluster)] if grid.cluster > 1 else [])]
+    config.numAttrs = len(config.attrs)
     return config
 
 
@@ -116,6 +119,14 @@ def _attribute(grid: Grid) -> Any:
     else:
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _clustered(blocks: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
     return attribute
 
 

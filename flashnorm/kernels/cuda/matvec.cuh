@@ -55,13 +55,6 @@ struct Matrix {
     int n, parts, width, rows;
 };
 
-// c += a b for sixteen rows of a and eight columns of b.
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-
 // The first column that this lane takes of a piece. Of odd pieces it is in the block that comes second of even ones.
 __device__ __forceinline__ int first_column(int piece) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashnorm.kernels.configs import Streamed, TmaGemm
+from flashnorm.kernels.configs import Skinny, Streamed, TmaGemm
 
 SHARED_MEMORY = 232_448  # bytes that one block may have on Hopper
 BLOCK_K = 64
@@ -28,6 +28,23 @@ def streamed_bytes(config: Streamed, k: int, *, gated: bool = False) -> int:
     ring = config.stages * (streamed_slot(config, k) + 20) + 6 * 8  # barriers and a count; what is waited for
     sums = 4 * (2 * (2 if gated else 1) * GROUP * (config.warps + 1) + config.warps)
     return ring + sums + 2 * 128
+
+
+def tiles_of(rows: int) -> int:
+    """`skinny.cu`'s tiles of eight rows of x, a power of two: few kernels serve all."""
+    return 1 << (-(-rows // 8) - 1).bit_length()
+
+
+def skinny_slot(config: Skinny, tiles: int) -> int:
+    """Bytes of a slot of `skinny.cu`: a tile of W, and one of x of so many times eight rows."""
+    return (config.rows + 8 * tiles) * 2 * BLOCK_K
+
+
+def skinny_bytes(config: Skinny, tiles: int) -> int:
+    """Bytes of `skinny.cu`: the ring, and the sums of both halves of the warps."""
+    ring = config.stages * (skinny_slot(config, tiles) + 20) + 6 * 8 + 128  # barriers and a count; what is waited for
+    sums = 2 * 8 * tiles * (config.rows + 8 + 1) * 4
+    return -(-(ring + sums) // 1024) * 1024 + 1024
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,30 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// c += a b for sixteen rows of a and eight columns of b.
+__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
 // A tile of rows of 128 bytes under the 128-byte swizzle; eight rows are 1024 bytes apart from the next eight.
 __device__ __forceinline__ u64 descriptor(const void* tile) {
     return (u64)((address(tile) & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// All threads of a cluster's blocks meet. What each has written to shared memory, all may read.
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What lies in another block of the cluster where `own` lies in this one.
+__device__ __forceinline__ float of_block(const float* own, u32 rank) {
+    float value;
+    asm volatile("{ .reg .u32 there;\n"
+                 "mapa.shared::cluster.u32 there, %1, %2;\n"
+                 "ld.shared::cluster.f32 %0, [there]; }" : "=f"(value) : "r"(address(own)), "r"(rank) : "memory");
+    return value;
 }
 
 __device__ __forceinline__ void sync_warpgroup(int id) {

@@ -3,6 +3,7 @@
 A row's cached tokens are divided among `splits` programs for each of its key heads; each program serves all the query
 heads that share the key head. The division depends on the row's own position alone, and the program that comes last
 joins the partial results in a fixed order, so that a row's result depends neither on its company nor on who comes last.
+A program's first block of keys and values comes before the wait for the new token's, where that is safe.
 The program of the first split also takes the new token, from registers, and writes it to the cache; no program of the
 same launch reads that place.
 """
@@ -20,7 +21,8 @@ from flashnorm.kernels.launch import launch_options, supports_pdl
 
 _MAX_SPLITS = 32
 _PROGRAMS = 512  # some four per multiprocessor of a large GPU
-_KEY_BYTES = 16 << 10  # of the tokens that a program takes at a time
+_KEY_BYTES = 16 << 10  # of the tokens that a program takes at a time, or half as many
+_MANY_PROGRAMS = 264  # more than two for each multiprocessor: their registers have to make room
 _FP32 = torch.float32
 _DOT = 16  # the least rows and columns of a tensor-core product
 
@@ -30,6 +32,18 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):
     if CAPPED:  # cap · tanh(u), tanh u = 1 - 2 / (exp(2u) + 1)
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
     return scores
+
+
+@triton.jit
+def _seen(q, k, v, inside, best, total, mixed, scale, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """What a program has seen, and a block of tokens more."""
+    scores = _capped(tl.dot(q, k.T, input_precision=PRECISION) * scale, softcap, CAPPED)
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    highest = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp(scores - highest[:, None])
+    faded = tl.exp(best - highest)
+    mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return highest, total * faded + tl.sum(weights, 1), mixed
 
 
 @triton.jit
@@ -73,15 +87,30 @@ def _attention_kernel(
     K_NORM: tl.constexpr,
     K_GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     h, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     slot, position = tl.load(slots + row), tl.load(positions + row)
     g, d, t = tl.arange(0, G), tl.arange(0, D), tl.arange(0, BLOCK)
     channels = (d < HEAD_DIM)[None, :]
+    base = slot * slot_stride + h.to(tl.int64) * head_stride
+    start = position * 0
+    if WINDOWED:
+        start = tl.maximum(position - window + 1, 0)
+    share = tl.cdiv(tl.cdiv(position - start, SPLITS), BLOCK) * BLOCK
+    start += split * share
+    stop = tl.minimum(start + share, position)
+    tokens = base + t[:, None] * HEAD_DIM + d[None, :]
+    first = (start + t < stop)[:, None] & channels
+    k = tl.load(keys + tokens + start * HEAD_DIM, mask=first, other=0.0)
+    v = tl.load(values + tokens + start * HEAD_DIM, mask=first, other=0.0)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
     cos += position * table_stride
     sin += position * table_stride
     token = qkv + row.to(tl.int64) * qkv_stride
@@ -91,7 +120,6 @@ def _attention_kernel(
         HEAD_DIM, D, ROTARY, INTERLEAVED, Q_NORM, Q_GAIN,
     )  # fmt: skip
     q = q.to(keys.dtype.element_ty)
-    base = slot * slot_stride + h.to(tl.int64) * head_stride
     best = tl.full((G,), float("-inf"), tl.float32)
     total = tl.zeros((G,), tl.float32)
     mixed = tl.zeros((G, D), tl.float32)
@@ -109,26 +137,16 @@ def _attention_kernel(
         best = _capped(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, softcap, CAPPED)
         total += 1.0
         mixed += v_new.to(tl.float32)
-    first = position * 0
-    if WINDOWED:
-        first = tl.maximum(position - window + 1, 0)
-    share = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK
-    start = first + split * share
-    stop = tl.minimum(start + share, position)
-    for n in range(start, stop, BLOCK):
+    if start < stop:
+        best, total, mixed = _seen(
+            q, k, v, start + t < stop, best, total, mixed, scale, softcap, CAPPED, PRECISION
+        )  # fmt: skip
+    for n in range(start + BLOCK, stop, BLOCK):
         inside = n + t < stop
-        place = base + (n + t)[:, None] * HEAD_DIM + d[None, :]
         mask = inside[:, None] & channels
-        k = tl.load(keys + place, mask=mask, other=0.0)
-        v = tl.load(values + place, mask=mask, other=0.0)
-        scores = _capped(tl.dot(q, k.T, input_precision=PRECISION) * scale, softcap, CAPPED)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp(scores - highest[:, None])
-        faded = tl.exp(best - highest)
-        total = total * faded + tl.sum(weights, 1)
-        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        best = highest
+        k = tl.load(keys + tokens + n * HEAD_DIM, mask=mask, other=0.0)
+        v = tl.load(values + tokens + n * HEAD_DIM, mask=mask, other=0.0)
+        best, total, mixed = _seen(q, k, v, inside, best, total, mixed, scale, softcap, CAPPED, PRECISION)
     head = h * GROUP + g
     if SPLITS == 1:
         target = out + row.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + d[None, :]
@@ -142,29 +160,39 @@ def _attention_kernel(
         mine = arrived + row * KV_HEADS + h
         if tl.atomic_add(mine, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(mine, 0)  # for the next launch
-            first_head = row.to(tl.int64) * KV_HEADS * GROUP + h * GROUP
-            target = out + row.to(tl.int64) * out_stride + h * GROUP * HEAD_DIM
-            for i in range(GROUP):
-                joined = _joined(partial, statistics, first_head + i, HEAD_DIM, D, SPLITS)
-                tl.store(target + i * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+            heads = row.to(tl.int64) * KV_HEADS * GROUP + head
+            joined = _joined(partial, statistics, heads, g < GROUP, HEAD_DIM, D, SPLITS)
+            target = out + row.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + d[None, :]
+            tl.store(target, joined.to(out.dtype.element_ty), mask=own & channels)
 
 
 @triton.jit
-def _joined(partial, statistics, head, HEAD_DIM: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
-    """One head's result from those of its splits; read past the L1, which knows nothing of other programs' stores."""
-    d = tl.arange(0, D)
-    at = head * SPLITS + tl.arange(0, SPLITS)
-    best = tl.load(statistics + 2 * at, cache_modifier=".cg")
-    total = tl.load(statistics + 2 * at + 1, cache_modifier=".cg")
-    # The first split always holds a token; the others may be empty, with -inf and nothing in them.
-    weights = tl.exp(best - tl.max(best, 0))
-    mask = (d < HEAD_DIM)[None, :]
-    mixed = tl.load(partial + at[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(mixed * weights[:, None], 0) / tl.sum(total * weights, 0)
+def _joined(partial, statistics, heads, own, HEAD_DIM: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
+    """These heads' results from those of their splits; read past the L1, which knows nothing of other programs' stores.
+
+    All heads together: one after the other, each would wait for loads of its own.
+    """
+    d, first = tl.arange(0, D), heads * SPLITS
+    mask = own[:, None] & (d < HEAD_DIM)[None, :]
+    at = first[:, None] + tl.arange(0, SPLITS)[None, :]
+    highest = tl.max(tl.load(statistics + 2 * at, mask=own[:, None], other=0.0, cache_modifier=".cg"), 1)
+    total = tl.zeros_like(highest)
+    mixed = tl.zeros((heads.shape[0], D), tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = first + split
+        # The first split always holds a token; the others may be empty, with -inf and nothing in them.
+        weight = tl.exp(tl.load(statistics + 2 * at, mask=own, other=0.0, cache_modifier=".cg") - highest)
+        total += weight * tl.load(statistics + 2 * at + 1, mask=own, other=1.0, cache_modifier=".cg")
+        seen = partial + at[:, None] * HEAD_DIM + d[None, :]
+        mixed += weight[:, None] * tl.load(seen, mask=mask, other=0.0, cache_modifier=".cg")
+    return mixed / total[:, None]
 
 
 def block_of(keys: Tensor) -> int:
-    """Tokens that a program takes at a time, a power of two; `keys`: (slots, kv_heads, max_length, head_dim)."""
+    """Tokens that a program takes at a time where there are few programs: a power of two.
+
+    `keys`: (slots, kv_heads, max_length, head_dim).
+    """
     width = max(_DOT, triton.next_power_of_2(keys.shape[3]))
     return max(_DOT, min(128, _KEY_BYTES // (width * keys.element_size())))
 
@@ -192,19 +220,25 @@ def decode_attention(
     *,
     splits: int,
     arrived: Tensor,
+    early: bool = False,
 ) -> None:
     """Append one token per row to the cache and write its attention into `out` (rows, heads · head_dim).
 
     `qkv`: (rows, (heads + 2 kv_heads) · head_dim), q first; `keys`, `values`: (slots, kv_heads, max_length, head_dim),
     contiguous, of the same dtype; `slots`, `positions`: (rows,) int64, no slot twice unless nobody reads it; `tables`:
     cos and sin, (max_length, rotary) fp32. `splits`: a power of two. `arrived`: at least rows · kv_heads zeros, int32,
-    which are zeros again afterwards; launches that may run at the same time must not share them.
+    which are zeros again afterwards; launches that may run at the same time must not share them. `early`: whatever
+    wrote `qkv` let this kernel start only when all before itself was complete, so that the cache, `slots` and
+    `positions` may be read before `qkv` is there.
     """
     rows = qkv.shape[0]
     partial = qkv.new_empty((rows, shape.heads, splits, shape.head_dim), dtype=_FP32)
     statistics = qkv.new_empty((rows, shape.heads, splits, 2), dtype=_FP32)
     cos, sin = tables if tables is not None else (partial, partial)
     group, pdl = shape.heads // shape.kv_heads, supports_pdl(qkv.device)
+    block = block_of(keys)
+    if rows * shape.kv_heads * splits > _MANY_PROGRAMS:
+        block = max(_DOT, block // 2)
     width = max(_DOT, triton.next_power_of_2(shape.head_dim))
     _attention_kernel[(shape.kv_heads, splits, rows)](
         qkv,
@@ -235,7 +269,7 @@ def decode_attention(
         HEAD_DIM=shape.head_dim,
         G=max(_DOT, triton.next_power_of_2(group)),
         D=width,
-        BLOCK=block_of(keys),
+        BLOCK=block,
         SPLITS=splits,
         ROTARY=shape.rotary,
         INTERLEAVED=shape.interleaved,
@@ -246,6 +280,7 @@ def decode_attention(
         K_NORM=norms.k_eps is not None,
         K_GAIN=norms.k_gain is not None,
         PRECISION="ieee" if qkv.dtype == _FP32 else "tf32",  # of fp32 operands
+        EARLY=early,
         PDL=pdl,
         num_warps=4,
         num_stages=2,

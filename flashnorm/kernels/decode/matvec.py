@@ -7,8 +7,6 @@ of them is fetched before the wait for the kernel in front. Sums run in a fixed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,23 +14,7 @@ from torch import Tensor
 from flashnorm.kernels.configs import Gemv
 from flashnorm.kernels.decode.activations import NUMBERS, activate
 from flashnorm.kernels.launch import launch_options, supports_pdl
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What surrounds the product. `gain`: (K,), `bias`: (N,), or (2N,) where `gated`; `residual`: (rows, N).
-
-    `eps` None: no norm before. `gated`: the weight holds gate and up, gate first. The multiplier comes last but for the
-    residual, which may be the buffer that is written.
-    """
-
-    eps: float | None = None
-    gain: Tensor | None = None
-    bias: Tensor | None = None
-    activation: str | None = None
-    gated: bool = False
-    multiplier: float = 1.0
-    residual: Tensor | None = None
+from flashnorm.kernels.surroundings import Surroundings
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """One step of some rows against the cache, through the decode kernels.
 
 One row: the whole step is one kernel where the GPU and the model allow it, and else every weight is read by a
-matrix-vector kernel that does all that surrounds the product. Several rows: the deferred operations and the library's
-matmuls read every weight once for all rows.
+matrix-vector kernel that does all that surrounds the product. Several rows: the deferred operations, a kernel that ends
+a block with the product and the residual, or the library's matmuls read every weight once for all rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import Tensor
 from flashnorm.errors import Unsupported
 from flashnorm.kernels.decode.attention import decode_attention, splits_for
 from flashnorm.kernels.decode.begin import begin
-from flashnorm.kernels.decode.matvec import Surroundings, matvec, tile_for
+from flashnorm.kernels.decode.matvec import matvec, tile_for
 from flashnorm.kernels.decode.settle import settle
+from flashnorm.kernels.dispatch import problem_of, skinny_for
+from flashnorm.kernels.surroundings import Surroundings
 from flashnorm.runtime.decode.cache import Cache
 from flashnorm.runtime.decode.kernel_parts import attention_shape, eps_of, gain_of, joined, qk_norm, tables
 from flashnorm.runtime.decode.one_kernel import whole_step
@@ -85,15 +87,20 @@ class KernelStep:
             qk_norm(by),
             splits=splits_for(len(x), cache[0]),
             arrived=self._arrived,
+            early=len(x) > 1,  # then qkv is an operation's, which lets the next kernel start after its own wait
         )
         return _output(x, attended, by.out, by)
 
     def _logits(self, x: Tensor) -> Tensor:
         head = self._spec.head
-        if len(x) > 1:
-            return head_logits(x, head)
         around = _after(head.norm, bias=head.linear.bias, multiplier=head.multiplier)
-        logits = _matvec(x, head.linear, head.linear.rows, around, dtype=torch.float32)
+        if len(x) > 1:
+            few = _few_rows(x, head.linear, around, torch.float32)
+            if few is None:
+                return head_logits(x, head)
+            logits = few
+        else:
+            logits = _matvec(x, head.linear, head.linear.rows, around, dtype=torch.float32)
         return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
@@ -106,12 +113,27 @@ def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:
 
 def _output(x: Tensor, inner: Tensor, by: Linear, block: Attention | Mlp) -> Tensor:
     """The residual stream after a block's last linear."""
-    if len(x) == 1 and block.post_norm is None:
-        return _matvec(inner, by, by.rows, Surroundings(bias=by.bias, multiplier=block.multiplier, residual=x))
+    if block.post_norm is None:
+        around = Surroundings(bias=by.bias, multiplier=block.multiplier, residual=x)
+        ended = _matvec(inner, by, by.rows, around) if len(x) == 1 else _few_rows(inner, by, around, x.dtype)
+        if ended is not None:
+            return ended
     branch = (
         F.linear(inner, by.weight, by.bias) if len(x) > 1 else _matvec(inner, by, by.rows, Surroundings(bias=by.bias))
     )
     return joined(x, branch, block)
+
+
+def _few_rows(x: Tensor, by: Linear, around: Surroundings, dtype: torch.dtype) -> Tensor | None:
+    """The product and its surroundings in one kernel; None where that does not run or would be slower."""
+    out = x.new_empty((len(x), by.rows), dtype=dtype)
+    config = skinny_for(problem_of(x, by.weight, around.gain, out))
+    if config is None or (by.bias is not None and by.bias.dtype != x.dtype):
+        return None
+    from flashnorm.kernels.cuda.skinny import skinny
+
+    skinny(x, by.weight, out, around, config, static_weight=True)
+    return out
 
 
 def _matvec(x: Tensor, by: Linear, outputs: int, around: Surroundings, dtype: torch.dtype | None = None) -> Tensor:

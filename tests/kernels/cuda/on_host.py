@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -25,6 +26,12 @@ _OPTIONS = ("-std=c++17", "-Og", "-w", "-fPIC", "-fvisibility=hidden", "-fno-str
 
 class Fault(Exception):
     """What a GPU would not have forgiven."""
+
+
+def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
+    """What `device.h` takes for the copy engine's description of boxes of (`rows`, `columns`) in a matrix."""
+    stride = matrix.stride(0) * matrix.itemsize
+    return struct.pack("QQQQII", matrix.data_ptr(), *matrix.shape, stride, rows, columns).ljust(128, b"\0")
 
 
 class Library:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from flashnorm.errors import KernelError
-from flashnorm.kernels.configs import Streamed, TmaGemm
-from flashnorm.kernels.cuda.memory import SHARED_MEMORY, streamed_bytes, tma_gemm_bytes
+from flashnorm.kernels.configs import Skinny, Streamed, TmaGemm
+from flashnorm.kernels.cuda.memory import SHARED_MEMORY, skinny_bytes, streamed_bytes, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
 from flashnorm.kernels.decode.shapes import StepShape
 from flashnorm.kernels.dispatch import STREAMED
 
 _INSTALL = "NVIDIA's compiler and bindings are not installed; pip install 'flashnorm[gpu]'"
 pytest.importorskip("cuda.bindings.nvrtc", reason=_INSTALL)
-from flashnorm.kernels.cuda import compiler, decode_step, streamed, tma_gemm  # noqa: E402
+from flashnorm.kernels.cuda import compiler, decode_step, skinny, streamed, tma_gemm  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -60,6 +60,23 @@ def test_the_gemm_compiles_and_fits_its_shared_memory(config, activation, dtype)
     aligning = 1024
     size = tma_gemm_bytes(config, gated=activation is not None) - aligning
     assert compiler.cubin(with_size(tma_gemm.source(config, dtype, activation), "scale_empty", size), "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (Skinny(32, 4, 12), skinny.Form(1, torch.bfloat16, normed=False)),
+        (Skinny(64, 1, 4), skinny.Form(4, torch.float16, wide=True)),
+        (Skinny(128, 1, 12), skinny.Form(1, torch.bfloat16, activation="silu")),
+        (Skinny(64, 8, 6), skinny.Form(8, torch.bfloat16)),
+    ],
+)
+def test_the_kernel_for_few_rows_compiles_and_fits_its_shared_memory(config, form):
+    aligning = 1024
+    size = skinny_bytes(config, form.tiles) - aligning
+    assert size + aligning <= SHARED_MEMORY
+    asserted = f'static_assert(sizeof(Problem) == {skinny._PROBLEM.size}, "another problem");'
+    assert compiler.cubin(with_size(skinny.source(config, form) + asserted, "squares", size), "sm_90a")
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -9,10 +9,12 @@ import torch
 
 from flashnorm.kernels import rms_linear, rms_swiglu_linear
 from flashnorm.kernels.bounds import exceeds, expected_rms_linear, expected_rms_swiglu_linear
-from flashnorm.kernels.configs import Config, Gemv, NormLinear, SplitK, Streamed, TmaGemm
+from flashnorm.kernels.configs import Config, Gemv, NormLinear, Skinny, SplitK, Streamed, TmaGemm
 from flashnorm.kernels.dispatch import STREAMED, cuda_runs
 from flashnorm.kernels.run import run
+from flashnorm.kernels.surroundings import Surroundings
 from tests.kernels import cases
+from tests.kernels.surrounded import expected
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +33,13 @@ GEMMS = [
     TmaGemm(128, 96, 2, 6, "beside", 16),
 ]
 STREAMS = [Streamed(prefetch=12), STREAMED, Streamed(2048, 3, 8, 1, 2, 8, 2, 50, 2)]
+SKINNY = [Skinny(32, 4, 12), Skinny(64, 1, 4), Skinny(64, 8, 4), Skinny(128, 2, 4)]
 HALF = [torch.bfloat16, torch.float16]
+
+
+def _rows(config: Config, many: int) -> int:
+    """As many as the kernel takes, and `many` at most."""
+    return 1 if isinstance(config, Streamed) else 30 if isinstance(config, Skinny) else many
 
 
 def kernel(config: Config, activation: str | None = None) -> cases.Kernel:
@@ -77,6 +85,8 @@ def test_streamed_matches_fp64(k, n, config, dtype):
         (TmaGemm(64, 32, 1, 16, "inside"), Gemv(2, 4096, 8), TmaGemm(64, 48, 1, 8, "beside")),
         # One that lets the next kernel in before its own wait, among kernels that do so after it.
         (Streamed(2048, 2, 8, 1, 0, 4), Gemv(2, 4096, 8), SplitK(64, 128, 4), NormLinear()),
+        (Skinny(32, 4, 12),),
+        (Skinny(64, 4, 6), SplitK(64, 128, 4), Skinny(32, 8, 4), TmaGemm(64, 48, 1, 8, "beside")),
     ],
 )
 def test_static_weights_in_a_chain_of_early_launches(configs):
@@ -103,10 +113,35 @@ def test_static_weights_in_a_chain_of_early_launches(configs):
         assert all(torch.equal(row, value) for row, value in zip(rows, wanted, strict=True))
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("config", SKINNY)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(2, 64, 8), (8, 576, 968), (17, 2880, 40), (32, 8192, 2048), (63, 1000, 1208)]
+)
+def test_few_rows_match_fp64(m, k, n, config, dtype):
+    cases.assert_exact_enough(kernel(config), cases.case(m, k, n, dtype, bias=True, pad=8))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", SKINNY)
+@pytest.mark.parametrize("static_weight", [False, True])
+def test_few_rows_end_a_block(config, static_weight, out_dtype):
+    operands = cases.case(20, 2048, 1000, torch.bfloat16, bias=True)
+    from flashnorm.kernels.cuda.skinny import skinny
+
+    residual = torch.randn(20, 1008, device="cuda").bfloat16()[:, :1000]
+    around = Surroundings(bias=operands.bias, multiplier=0.5, residual=residual)
+    out = torch.full((20, 1000), float("nan"), device="cuda", dtype=out_dtype)
+    skinny(operands.x, operands.weight, out, around, config, static_weight=static_weight)
+    assert exceeds(out, expected(operands.x, operands.weight, around, out_dtype)) <= 1
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 256, 2, 3, "inside"), *STREAMS])
+@pytest.mark.parametrize(
+    "config", [TmaGemm(64, 48, 1, 8, "beside"), TmaGemm(128, 256, 2, 3, "inside"), *STREAMS, *SKINNY]
+)
 def test_gated_forms_match_fp64(config, activation):
-    m = 1 if isinstance(config, Streamed) else 130
+    m = _rows(config, 130)
     operands = cases.case(m, 576, 2 * 968, torch.bfloat16)
     out = torch.full((m, 968), float("nan"), device="cuda", dtype=torch.bfloat16)
     run(config, operands.x, operands.weight, cases.EPS, None, None, out, activation)
@@ -115,26 +150,26 @@ def test_gated_forms_match_fp64(config, activation):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
-@pytest.mark.parametrize("config", [*GEMMS, *STREAMS])
+@pytest.mark.parametrize("config", [*GEMMS, *STREAMS, *SKINNY])
 def test_extreme_rms_in_fp16(config, scale):
-    m = 1 if isinstance(config, Streamed) else 70
+    m = _rows(config, 70)
     cases.assert_exact_enough(kernel(config), cases.case(m, 512, 264, torch.float16, scale=scale))
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf")])
-@pytest.mark.parametrize("config", GEMMS)
+@pytest.mark.parametrize("config", [*GEMMS, *SKINNY])
 def test_specials_stay_in_their_row(config, special):
-    operands = cases.case(70, 512, 264, torch.bfloat16)
-    operands.x[33, 100] = special
+    operands = cases.case(_rows(config, 70), 512, 264, torch.bfloat16)
+    operands.x[13, 100] = special
     out = cases.run_guarded(kernel(config), operands)
-    assert not out[33].isfinite().any()
-    assert out[:33].isfinite().all()
-    assert out[34:].isfinite().all()
+    assert not out[13].isfinite().any()
+    assert out[:13].isfinite().all()
+    assert out[14:].isfinite().all()
 
 
-@pytest.mark.parametrize("config", [*GEMMS, *STREAMS])
+@pytest.mark.parametrize("config", [*GEMMS, *STREAMS, *SKINNY])
 def test_the_same_bits_a_thousand_times_and_under_load(config):
-    m = 1 if isinstance(config, Streamed) else 200
+    m = _rows(config, 200)
     operands = cases.case(m, 2048, 3072, torch.bfloat16)
     first = cases.run_guarded(kernel(config), operands)
     out, noise = torch.empty_like(first), torch.randn(4096, 4096, device="cuda")

@@ -16,6 +16,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
+#define __grid_constant__
 #define __launch_bounds__(threads, blocks)
 #define asm
 #define volatile(...)  // `asm volatile(...)`: fences between the threads and the copy engine
@@ -51,6 +52,8 @@ struct Block {
 inline std::vector<Block> blocks;
 inline Block& block() { return blocks[blockIdx.x]; }
 inline char* shared_memory() { return block().memory.data(); }
+// The first address that is the same in every block.
+inline char* aligned(Block& block) { return block.memory.data() + (1024 - (u64)block.memory.data() % 1024) % 1024; }
 inline Warp& warp() { return block().warps[threadIdx.x / LANES]; }
 
 // What each lane of the warp gives. Valid until the warp exchanges again: lanes are never two exchanges apart.
@@ -69,6 +72,20 @@ const T* of_all_lanes(T own) {
 inline void __syncthreads() { device::block().all.arrive_and_wait(); }
 inline void __syncwarp() { device::warp().meeting.arrive_and_wait(); }
 inline void sync_consumers() { device::block().consumers.arrive_and_wait(); }
+
+namespace device {
+
+inline u32 cluster = 1;  // blocks
+inline std::vector<turns::Meeting> clusters;
+
+}  // namespace device
+
+inline void sync_cluster() { device::clusters[blockIdx.x / device::cluster].arrive_and_wait(); }
+inline float of_block(const float* own, u32 rank) {
+    if (rank >= device::cluster) fault("reads outside of its cluster");
+    device::Block& other = device::blocks[blockIdx.x / device::cluster * device::cluster + rank];
+    return *(const float*)(device::aligned(other) + ((const char*)own - device::aligned(device::block())));
+}
 
 template <class T>
 T __shfl_xor_sync(u32, T value, int apart) { return device::of_all_lanes(value)[threadIdx.x % device::LANES ^ apart]; }
@@ -133,6 +150,7 @@ struct Copy {
     const void* from;
     u32 bytes;
     u64* barrier;
+    std::vector<std::pair<char*, const char*>> pieces;  // of a tile, 16 bytes each; null: zeros
 };
 inline std::vector<Memory> readable;
 inline std::vector<Memory> rings;  // of blocks
@@ -150,7 +168,8 @@ inline void land_a_copy() {
     std::swap(copies[turns::random(copies.size())], copies.back());
     const Copy copy = copies.back();
     copies.pop_back();
-    memcpy(copy.to, copy.from, copy.bytes);
+    if (copy.pieces.empty()) memcpy(copy.to, copy.from, copy.bytes);
+    for (const auto& [to, from] : copy.pieces) from ? memcpy(to, from, 16) : memset(to, 0, 16);
     change(copy.barrier, 0, -(long long)copy.bytes);
 }
 
@@ -163,6 +182,34 @@ inline void load_bytes_once(void* to, const void* from, u32 bytes, u64* barrier,
     if ((u64)to % 16 || !device::rings[blockIdx.x].holds(to, bytes)) fault("writes outside");
     device::bytes_read += bytes;
     device::copies.push_back({to, from, bytes, barrier});
+}
+
+// Tiles of a matrix, as the swizzle of 128 bytes leaves them. A map is what tests/kernels/cuda/on_host.py makes.
+
+namespace device {
+
+struct Map {
+    const char* from;
+    u64 rows, columns, stride;  // elements, the stride bytes
+    u32 box_rows, box_columns;
+};
+
+}  // namespace device
+
+inline void prefetch_map(const void*) {}
+inline void load_tile(void* to, const void* opaque, int column, int row, u64* barrier) {
+    const device::Map& map = *(const device::Map*)opaque;
+    const u32 bytes = map.box_rows * map.box_columns * 2;
+    if ((u64)to % 128 || !device::rings[blockIdx.x].holds(to, bytes)) fault("writes outside");
+    device::Copy copy = {to, nullptr, bytes, barrier};
+    for (u32 at = 0; at < bytes; at += 16) {
+        const u64 place = (char*)to + at - device::aligned(device::block());
+        const u64 r = row + at / (2 * map.box_columns), c = column + at / 2 % map.box_columns;
+        const char* from = r < map.rows && c < map.columns ? map.from + r * map.stride + c * 2 : nullptr;
+        if (from) device::check_source(from, 16), device::bytes_read += 16;
+        copy.pieces.push_back({device::aligned(device::block()) + (place ^ place / 128 % 8 * 16), from});
+    }
+    device::copies.push_back(copy);
 }
 
 // Words that blocks write for each other. Those of one address land in order; and those of a block, at its fences.
