@@ -1,22 +1,19 @@
-// Attention of one new token against the cache, shared out among blocks by key head and by stretches of the sequence.
+// Attention of one new token against keys and values that come through the ring, for a block and one of its key heads.
 //
-// Cached keys and values come through the ring like weights, for they do not depend on the token either. A block norms
-// and rotates the heads that it needs itself. Each warp takes up to sixteen tokens at a time: their scores with all query
-// heads that share the key head, on the tensor cores; their weights; and the mixture of their values, two channels a lane.
-// What the warps have seen is joined at the end, and so are the stretches, in a fixed order: by the block of the first one,
-// which also takes the new token and writes it to the cache for the steps to come.
-// Macros: HEADS, KV_HEADS, HEAD_DIM, ROTARY (half the turning channels), INTERLEAVED, CAPPED, STRETCH (tokens that are
-// worth a block).
+// A block norms and rotates the heads that it needs itself. Each warp takes up to sixteen tokens at a time: their scores
+// with all query heads that share the key head, on the tensor cores; their weights; and the mixture of their values, two
+// channels a lane. What the warps have seen is joined at the end.
+// Macros: HEADS, KV_HEADS, HEAD_DIM, ROTARY (half the turning channels), INTERLEAVED, CAPPED.
 
 constexpr int SHARING = HEADS / KV_HEADS;                                 // query heads of one key head
-constexpr int HEAD_BLOCKS = (HEAD_DIM + BLOCK - 1) / BLOCK;               // of channels
+constexpr int CHANNELS = 4 * EIGHT;                                       // that four lanes take
+constexpr int HEAD_BLOCKS = (HEAD_DIM + CHANNELS - 1) / CHANNELS;         // of them, of a head
 constexpr int SPAN = (HEAD_DIM + WARP - 1) / WARP;                        // channels of a lane where a warp has one head
 constexpr int LANE_PAIRS = (SPAN + 1) / 2;                                // pairs of channels of a lane
 constexpr int TOKENS = SLOT / 4 / HEAD_DIM;                               // of which a slot holds keys and values
 constexpr int AT_ONCE = 8;                                                // tokens of a warp in a row, and most heads
 constexpr int NEXT = WARPS * AT_ONCE;                                     // tokens from a warp's first eight to its others
 constexpr int PAIRS = SHARING * HEAD_DIM / 2;                             // of output channels of a key head
-constexpr int PART_WORDS = KV_HEADS * PAIRS * 2;  // of one stretch: sums; and as many: highest score, sum of weights
 #define NOTHING __int_as_float(0xFF800000)        // minus infinity: the score of what is not there
 static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS >= AT_ONCE && SHARING <= AT_ONCE, "does not fit");
 
@@ -30,47 +27,20 @@ struct Heads {
 
 typedef float Mixed[WARPS][PAIRS][2];
 
-// What the tokens [start, stop) of the cache are to one block; `stretches` of them make the sequence.
-struct Stretch {
-    int head, number, start, stop;
-};
-
-struct Place {
-    int slot, token, position;
-};
-
-__device__ __forceinline__ int seen_of(const Layer& layer, int position) {  // tokens of the cache
-    return layer.window ? min(position, layer.window - 1) : position;
-}
-
-__device__ __forceinline__ int stretches_of(const Layer& layer, int position) {
-    return max(1, min((seen_of(layer, position) + STRETCH - 1) / STRETCH, (int)gridDim.x / KV_HEADS));
-}
-
-__device__ __forceinline__ Stretch stretch_of(const Layer& layer, int position, int stretches, int index) {
-    const int tokens = seen_of(layer, position), share = (tokens + stretches - 1) / stretches;
-    const int number = index / KV_HEADS, start = position - tokens + min(tokens, number * share);
-    return {index % KV_HEADS, number, start, min(position, start + share)};
-}
-
-__device__ __forceinline__ long long cached(const Step& step, const Place& place, int head, int token) {
-    return place.slot * step.slot_stride + head * step.head_stride + (long long)token * HEAD_DIM;
-}
-
 __device__ __forceinline__ float rounded(float value) { return widened(packed(value, 0) & 0xFFFF); }
 
 // What a lane of a warp that has one head turns its channels by.
 struct Angles {
     float cos[SPAN], sin[SPAN];
 
-    __device__ __forceinline__ Angles(const Layer& layer, int position) {
+    __device__ __forceinline__ Angles(const Rules& rules, int position) {
 #pragma unroll
         for (int i = 0; i < SPAN; i++) {
             const int d = threadIdx.x % WARP + i * WARP;
-            const bool turns = ROTARY > 0 && layer.cos && d < 2 * ROTARY;
+            const bool turns = ROTARY > 0 && rules.cos && d < 2 * ROTARY;
             const long long at = (long long)position * ROTARY + (INTERLEAVED ? d / 2 : d % max(1, ROTARY));
-            cos[i] = turns ? layer.cos[at] : 1;
-            sin[i] = turns ? layer.sin[at] : 0;
+            cos[i] = turns ? rules.cos[at] : 1;
+            sin[i] = turns ? rules.sin[at] : 0;
             if (INTERLEAVED ? d % 2 == 0 : d < ROTARY) sin[i] = -sin[i];
         }
     }
@@ -106,28 +76,14 @@ __device__ __forceinline__ void prepare_head(
     }
 }
 
-// q, k and v of a key head, from their words, ready for use.
-__device__ __forceinline__ void fetch_heads(
-    Heads& heads, const u64* words, u32 epoch, const Layer& layer, int head, const Angles& angles) {
-    constexpr int ALL = (SHARING + 2) * HEAD_DIM / 2, OWN = (ALL + THREADS - 1) / THREADS;
-    const auto element = [](int i) { return 2 * ((int)threadIdx.x + i * THREADS); };
-    const auto place = [&](int i) {
-        const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
-        const int row = which < SHARING ? head * SHARING + which : HEADS + (which - SHARING) * KV_HEADS + head;
-        return words + row * HEAD_DIM + d;
-    };
-    receive<OWN>(place, (ALL - (int)threadIdx.x + THREADS - 1) / THREADS, epoch, [&](int i, u32 first, u32 second) {
-        const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
-        const float low = __uint_as_float(first), high = __uint_as_float(second);
-        if (which <= SHARING) *(float2*)&heads.raw[which][d] = make_float2(low, high);
-        if (which == SHARING + 1) *(u32*)&heads.fresh[1][d] = packed(low, high);
-    });
+// q, k and v of a key head are there in fp32, and v as the cache holds it: q and k normed and turned, ready for use.
+__device__ __forceinline__ void prepare_heads(Heads& heads, const Rules& rules, const Angles& angles) {
     sync_consumers();
 #pragma unroll 1
     for (int which = threadIdx.x / WARP; which <= SHARING; which += WARPS) {
         const bool query = which < SHARING;
-        prepare_head(heads.raw[which], query ? heads.q[which] : heads.fresh[0], query ? layer.q_gain : layer.k_gain,
-                     query ? layer.q_eps : layer.k_eps, angles);
+        prepare_head(heads.raw[which], query ? heads.q[which] : heads.fresh[0], query ? rules.q_gain : rules.k_gain,
+                     query ? rules.q_eps : rules.k_eps, angles);
     }
     sync_consumers();
 }
@@ -156,7 +112,7 @@ __device__ __forceinline__ float sum_of_tokens(float value) {
 
 // This lane's eight channels of block i of a head, zero beyond its end.
 __device__ __forceinline__ uint4 channels_of(const u16* head, int i) {
-    const int d = i * BLOCK + threadIdx.x % 4 * EIGHT;
+    const int d = i * CHANNELS + threadIdx.x % 4 * EIGHT;
     return d < HEAD_DIM ? *(const uint4*)(head + d) : make_uint4(0, 0, 0, 0);
 }
 
@@ -214,9 +170,9 @@ __device__ __forceinline__ void mix(
 // What `weigh` says of these tokens, and their values mixed into those so far.
 __device__ __forceinline__ void see(
     Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, const u16* values, int first, int count,
-    const Layer& layer) {
+    const Rules& rules) {
     const int warp = threadIdx.x / WARP;
-    weigh(heads, seen, q, keys, first, count, layer.scale, layer.softcap);
+    weigh(heads, seen, q, keys, first, count, rules.scale, rules.softcap);
 #pragma unroll
     for (int g = 0; g < SHARING; g++)
 #pragma unroll
@@ -232,66 +188,30 @@ __device__ __forceinline__ void see(
     __syncwarp();  // the weights have been used
 }
 
-// A pair of channels joined with those of the other stretches; a few are asked for at once.
-__device__ __forceinline__ u32 join_stretches(
-    float best, float total, float low, float high, const u64* words, int stretches, u32 epoch) {
-    constexpr int BATCH = 8;
-#pragma unroll 1
-    for (int first = 1; first < stretches; first += BATCH) {
-        float data[2 * BATCH][2] = {};
-        const auto place = [&](int i) { return words + (2ll * first + i) * PART_WORDS; };
-        receive<2 * BATCH>(place, 2 * min(BATCH, stretches - first), epoch, [&](int i, u32 low, u32 high) {
-            data[i][0] = __uint_as_float(low), data[i][1] = __uint_as_float(high);
-        });
-        float highest = best;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (first + i < stretches) highest = fmaxf(highest, data[2 * i + 1][0]);
-        const float faded = weight_of(best, highest);
-        best = highest, total *= faded, low *= faded, high *= faded;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float by = first + i < stretches ? weight_of(data[2 * i + 1][0], highest) : 0;
-            total = fmaf(by, data[2 * i + 1][1], total);
-            low = fmaf(by, data[2 * i][0], low);
-            high = fmaf(by, data[2 * i][1], high);
-        }
-    }
-    return packed(low / total, high / total);
-}
+// What was seen of a pair of channels: the highest score, the sum of weights, and the weighted sums.
+struct Found {
+    float best = NOTHING, total = 0, low = 0, high = 0;
 
-// What a block found, to the words of attention's outputs, or to those of its stretch.
-__device__ __forceinline__ void publish(
-    const Heads& heads, const Mixed& mixed, const Words& to, const Stretch& own, int stretches, u32 epoch) {
-#pragma unroll 1
-    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
-        const int g = pair / (HEAD_DIM / 2), channel = pair % (HEAD_DIM / 2) * 2;
-        float best = NOTHING, total = 0, low = 0, high = 0;
+    // By all warps of the block.
+    __device__ __forceinline__ static Found of_warps(const Heads& heads, const Mixed& mixed, int pair) {
+        const int g = pair / (HEAD_DIM / 2);
+        Found found;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) best = fmaxf(best, heads.best[warp][g]);
+        for (int warp = 0; warp < WARPS; warp++) found.best = fmaxf(found.best, heads.best[warp][g]);
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) {
-            const float by = weight_of(heads.best[warp][g], best);
-            total = fmaf(by, heads.total[warp][g], total);
-            low = fmaf(by, mixed[warp][pair][0], low), high = fmaf(by, mixed[warp][pair][1], high);
+            const float by = weight_of(heads.best[warp][g], found.best);
+            found.total = fmaf(by, heads.total[warp][g], found.total);
+            found.low = fmaf(by, mixed[warp][pair][0], found.low);
+            found.high = fmaf(by, mixed[warp][pair][1], found.high);
         }
-        u64* words = to.parts() + (own.head * PAIRS + pair) * 2;
-        if (own.number) {
-            words += 2ll * own.number * PART_WORDS;
-            put_word(words, __float_as_uint(low), epoch);
-            put_word(words + 1, __float_as_uint(high), epoch);
-            put_word(words + PART_WORDS, __float_as_uint(best), epoch);
-            put_word(words + PART_WORDS + 1, __float_as_uint(total), epoch);
-        } else {
-            const u32 both = join_stretches(best, total, low, high, words, stretches, epoch);
-            put_word(to.attended() + ((own.head * SHARING + g) * HEAD_DIM + channel) / 2, both, epoch);
-        }
+        return found;
     }
-}
+};
 
 // One stretch of one key head.
 __device__ __forceinline__ void attend_stretch(
-    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Layer& layer, int tokens, bool first) {
+    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Rules& rules, int tokens, bool first) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     uint4 q[HEAD_BLOCKS];
     Seen seen;
@@ -304,13 +224,13 @@ __device__ __forceinline__ void attend_stretch(
         const u16* keys = (const u16*)await(ring, at);
 #pragma unroll 1
         for (int token = warp * AT_ONCE; token < count; token += 2 * NEXT)
-            see(heads, seen, q, keys, keys + SLOT / 4, token, count, layer);
+            see(heads, seen, q, keys, keys + SLOT / 4, token, count, rules);
         u32 read = __float_as_uint(seen.total[0]);
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; i++) read ^= __float_as_uint(seen.mixed[0][i][0]);
         done(ring, at, read);
     }
-    if (first && warp == WARPS - 1) see(heads, seen, q, heads.fresh[0], heads.fresh[1], 0, 1, layer);
+    if (first && warp == WARPS - 1) see(heads, seen, q, heads.fresh[0], heads.fresh[1], 0, 1, rules);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         seen.total[i] = sum_of_tokens(seen.total[i]);
@@ -324,25 +244,4 @@ __device__ __forceinline__ void attend_stretch(
                 *(float2*)mixed[warp][g * (HEAD_DIM / 2) + lane + i * WARP] =
                     make_float2(seen.mixed[g][i][0], seen.mixed[g][i][1]);
     sync_consumers();
-}
-
-// This block's part of a layer's attention, from the words of q, k and v to the words of its outputs, in pairs.
-__device__ __forceinline__ void attend(
-    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Step& step, const Words& words, const Layer& layer,
-    const Place& place, u32 epoch) {
-    const int stretches = stretches_of(layer, place.position);
-    if (blockIdx.x >= KV_HEADS * stretches) return;
-    const Angles angles(layer, place.position);
-#pragma unroll 1
-    for (int index = blockIdx.x; index < KV_HEADS * stretches; index += gridDim.x) {
-        const Stretch own = stretch_of(layer, place.position, stretches, index);
-        fetch_heads(heads, words.qkv(), epoch, layer, own.head, angles);
-        attend_stretch(ring, at, heads, mixed, layer, own.stop - own.start, own.number == 0);
-        publish(heads, mixed, words, own, stretches, epoch);
-        const long long here = cached(step, place, own.head, place.position);
-#pragma unroll 1
-        for (int d = threadIdx.x; own.number == 0 && d < HEAD_DIM; d += THREADS)
-            layer.keys[here + d] = heads.fresh[0][d], layer.values[here + d] = heads.fresh[1][d];
-        sync_consumers();
-    }
 }

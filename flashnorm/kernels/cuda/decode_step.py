@@ -23,7 +23,7 @@ _MOST_SHARING = 8  # query heads of one key head
 _MOST_COLUMNS = 4096  # of a piece: a warp keeps its part of them in registers
 _MOST_CHANNELS = 2048  # of the query heads of one key head: a lane mixes two of every 64
 WAITING = ("slot", "words", "warps", "memory", "room", "in all")  # `enum Waiting` of ring.cuh
-_NAMES = ("program", "exchange", "ring", "matvec", "attend", "stream", "step")
+_NAMES = ("program", "exchange", "ring", "matvec", "attend", "stretches", "stream", "step")
 
 
 @dataclass(frozen=True)
@@ -232,15 +232,30 @@ def packed_layer(layer: LayerData) -> bytes:
     """`struct Layer` of program.cuh."""
     tensors = (
         *(layer.qkv, layer.out, layer.up, layer.down, *layer.biases),
-        *(layer.q_norm.gain, layer.k_norm.gain, *layer.angles, layer.keys, layer.values),
+        *(layer.keys, layer.values),
     )
     posts = zip(layer.post_norms, layer.multipliers, strict=True)
     return (
-        struct.pack("14Q", *map(_pointer, tensors))
+        struct.pack("10Q", *map(_pointer, tensors))
         + b"".join(map(_packed_norm, layer.norms))
         + b"".join(struct.pack("Qff", _pointer(norm.gain), _eps(norm), by) for norm, by in posts)
-        + struct.pack("4f", _eps(layer.q_norm), _eps(layer.k_norm), layer.scale, layer.softcap or 0.0)
-        + struct.pack("i4x", layer.window or 0)
+        + packed_rules(layer.q_norm, layer.k_norm, layer.angles, layer.scale, layer.softcap, layer.window)
+    )
+
+
+def packed_rules(
+    q_norm: NormData,
+    k_norm: NormData,
+    angles: tuple[Tensor | None, Tensor | None],
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> bytes:
+    """`struct Rules` of program.cuh."""
+    return (
+        struct.pack("4Q", *map(_pointer, (q_norm.gain, k_norm.gain, *angles)))
+        + struct.pack("4f", _eps(q_norm), _eps(k_norm), scale, softcap or 0.0)
+        + struct.pack("i4x", window or 0)
     )
 
 

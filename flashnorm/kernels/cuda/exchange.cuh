@@ -23,8 +23,6 @@ struct Words {
     __device__ __forceinline__ u64* parts() const { return mlp() + HIDDEN; }  // of attention, by stretches
 };
 
-constexpr int EIGHT = 8;  // elements that a thread takes together: 16 bytes of 16-bit floats
-
 __device__ __forceinline__ void put_word(u64* to, u32 data, u32 epoch) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)epoch << 32 | data) : "memory");
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flashnorm.kernels.configs import Skinny, Streamed, TmaGemm
 
 SHARED_MEMORY = 232_448  # bytes that one block may have on Hopper
+TWO_BLOCKS = 115_712  # and each of two: a multiprocessor has 228 KiB, and takes one for itself with each
 BLOCK_K = 64
 GROUP = 32  # outputs that `streamed.cu` finishes at once
 
@@ -58,11 +59,23 @@ class Ring:
 def step_bytes(ring: Ring, warps: int, inputs: int, sharing: int, head_dim: int) -> int:
     """Bytes of `step.cu`. `inputs`: bytes of a linear's inputs; `sharing`: query heads of a key head."""
     sums = (2 * (2 * GROUP + 32 // warps) + 2) * warps * 4
-    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (16 * 8 + 3 * 8)
-    mixed = 4 * warps * sharing * head_dim
+    heads, mixed = _head_bytes(warps, sharing, head_dim)
     layers_and_shares = 2 * 200 + 5 * 8 + 6 * 8  # and what is waited for
     padding = 6 * 16 + 3 * 128
     return ring.stages * (ring.slot + 20) + max(inputs, mixed) + sums + heads + layers_and_shares + padding
+
+
+def attention_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
+    """Bytes of `attention.cu`: the ring, a block's heads, what its warps have mixed and what they have found."""
+    heads, mixed = _head_bytes(warps, sharing, head_dim)
+    padding = 6 * 8 + 3 * 128  # and what is waited for
+    return ring.stages * (ring.slot + 20) + mixed + heads + 8 * sharing * head_dim + padding
+
+
+def _head_bytes(warps: int, sharing: int, head_dim: int) -> tuple[int, int]:
+    """Bytes of `struct Heads` and of `Mixed` of attend.cuh."""
+    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (16 * 8 + 3 * 8)
+    return heads, 4 * warps * sharing * head_dim
 
 
 def stored_columns(width: int) -> int:

@@ -10,6 +10,7 @@ enum { LINEAR, SILU, GELU_TANH, RELU, GELU, RELU2 };
 struct alignas(64) TensorMap { char opaque[128]; };
 
 constexpr int WARP = 32, WARPGROUP = 128;
+constexpr int EIGHT = 8;  // elements that a thread takes together: 16 bytes of 16-bit floats
 
 __device__ __forceinline__ u32 address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
 

@@ -11,15 +11,23 @@ struct Post {  // between a branch and the residual stream
     float eps, multiplier;
 };
 
+struct Rules {  // of attention
+    const float *q_gain, *k_gain, *cos, *sin;
+    float q_eps, k_eps, scale, softcap;  // softcap 0: none
+    int window;                          // 0: none
+
+    __device__ __forceinline__ int seen(int position) const {  // tokens of the cache
+        return window ? min(position, window - 1) : position;
+    }
+};
+
 struct Layer {
     const u16 *qkv, *out, *up, *down;  // q, k, v; gate and up
     const float *qkv_bias, *out_bias, *up_bias, *down_bias;
-    const float *q_gain, *k_gain, *cos, *sin;
     u16 *keys, *values;
     Norm attention, mlp;
     Post attention_post, mlp_post;
-    float q_eps, k_eps, scale, softcap;  // softcap 0: none
-    int window;                          // 0: none
+    Rules rules;
 };
 
 struct Step {

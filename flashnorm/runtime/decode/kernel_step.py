@@ -7,6 +7,7 @@ a block with the product and the residual, or the library's matmuls read every w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from flashnorm.kernels.decode.attention import decode_attention, splits_for
 from flashnorm.kernels.decode.begin import begin
 from flashnorm.kernels.decode.matvec import matvec, tile_for
 from flashnorm.kernels.decode.settle import settle
-from flashnorm.kernels.dispatch import problem_of, skinny_for
+from flashnorm.kernels.decode.shapes import QkNorm
+from flashnorm.kernels.dispatch import cuda_runs, problem_of, skinny_for
 from flashnorm.kernels.surroundings import Surroundings
 from flashnorm.runtime.decode.cache import Cache
 from flashnorm.runtime.decode.kernel_parts import attention_shape, eps_of, gain_of, joined, qk_norm, tables
@@ -47,6 +49,8 @@ class KernelStep:
             except Unsupported:
                 if one_kernel:
                     raise
+        self._norms = tuple(_in_fp32(qk_norm(layer.attention)) for layer in spec.layers)
+        self._hopper = cuda_runs(spec.device)
         slots, most = cache.keys[0].shape[0], max(layer.attention.kv_heads for layer in spec.layers)
         self._arrived = torch.zeros(2 * slots * most, dtype=torch.int32, device=spec.device)  # rows: a power of two
 
@@ -55,8 +59,10 @@ class KernelStep:
             return self._whole(slots, chosen, lengths)
         x, positions = begin(slots, chosen, lengths, self._spec.embedding.detach(), self._spec.multiplier)
         caches = zip(self._cache.keys, self._cache.values, strict=True)
-        for layer, packed, cache in zip(self._spec.layers, self._packing.layers, caches, strict=True):
-            x = self._attention(x, layer.attention, packed, cache, slots, positions)
+        for layer, packed, cache, norms in zip(
+            self._spec.layers, self._packing.layers, caches, self._norms, strict=True
+        ):
+            x = self._attention(x, layer.attention, packed, cache, norms, slots, positions)
             x = _mlp(x, layer.mlp, packed)
         return self._logits(x)
 
@@ -69,27 +75,36 @@ class KernelStep:
         return logits
 
     def _attention(
-        self, x: Tensor, by: Attention, packed: PackedLayer, cache: tuple[Tensor, Tensor], slots: Tensor, at: Tensor
+        self,
+        x: Tensor,
+        by: Attention,
+        packed: PackedLayer,
+        cache: tuple[Tensor, Tensor],
+        norms: QkNorm,
+        slots: Tensor,
+        at: Tensor,
     ) -> Tensor:
         if len(x) == 1:
             qkv = _matvec(x, packed.qkv, packed.qkv.rows, _after(by.norm, bias=packed.qkv.bias))
         else:
             qkv = normed_linear(x, by.norm, packed.qkv)
         attended = x.new_empty((len(x), by.heads * by.head_dim))
-        decode_attention(
-            qkv,
-            *cache,
-            slots,
-            at,
-            tables(by.rope),
-            attended,
-            attention_shape(by),
-            qk_norm(by),
-            splits=splits_for(len(x), cache[0]),
-            arrived=self._arrived,
-            early=len(x) > 1,  # then qkv is an operation's, which lets the next kernel start after its own wait
-        )
+        self._attend(qkv, cache, slots, at, tables(by.rope), attended, attention_shape(by), norms)
         return _output(x, attended, by.out, by)
+
+    def _attend(self, qkv: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor, at: Tensor, *others: Any) -> None:
+        """`others`: tables, out, shape and norms, as both kernels take them."""
+        # Of several rows, qkv is an operation's or the library's, which lets the next kernel start after its own wait.
+        early = len(qkv) > 1
+        if early and self._hopper:
+            from flashnorm.kernels.cuda.attention import attention, takes
+
+            *_, shape, _norms = others
+            if takes(qkv, cache[0], shape):
+                attention(qkv, *cache, slots, at, *others, early=early)
+                return
+        splits = splits_for(len(qkv), cache[0])
+        decode_attention(qkv, *cache, slots, at, *others, splits=splits, arrived=self._arrived, early=early)
 
     def _logits(self, x: Tensor) -> Tensor:
         head = self._spec.head
@@ -102,6 +117,11 @@ class KernelStep:
         else:
             logits = _matvec(x, head.linear, head.linear.rows, around, dtype=torch.float32)
         return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _in_fp32(norms: QkNorm) -> QkNorm:
+    gains = {name: gain.float() for name in ("q_gain", "k_gain") if (gain := getattr(norms, name)) is not None}
+    return replace(norms, **gains)
 
 
 def _mlp(x: Tensor, by: Mlp, packed: PackedLayer) -> Tensor:

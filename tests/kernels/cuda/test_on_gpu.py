@@ -10,10 +10,12 @@ import torch
 from flashnorm.kernels import rms_linear, rms_swiglu_linear
 from flashnorm.kernels.bounds import exceeds, expected_rms_linear, expected_rms_swiglu_linear
 from flashnorm.kernels.configs import Config, Gemv, NormLinear, Skinny, SplitK, Streamed, TmaGemm
+from flashnorm.kernels.decode.shapes import AttentionShape
 from flashnorm.kernels.dispatch import STREAMED, cuda_runs
 from flashnorm.kernels.run import run
 from flashnorm.kernels.surroundings import Surroundings
 from tests.kernels import cases
+from tests.kernels.decode.attending import check, operands
 from tests.kernels.surrounded import expected
 
 pytestmark = [
@@ -224,3 +226,30 @@ def test_chosen_for_what_the_table_lists():
     out = rms_swiglu_linear(operands.x, operands.weight, cases.EPS)
     expected = expected_rms_swiglu_linear(operands.x, operands.weight, cases.EPS)
     assert exceeds(out, expected) <= 1
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(32, 8, 64, 0.125),
+        AttentionShape(32, 8, 64, 0.125, rotary=32),
+        AttentionShape(16, 8, 128, 0.09, rotary=64, interleaved=True),
+        AttentionShape(9, 3, 64, 0.125, window=50),
+        AttentionShape(8, 4, 256, 0.0625, softcap=50.0),
+    ],
+)
+def test_attention_over_rows_matches_fp64(shape, splits, dtype, monkeypatch):
+    from flashnorm.kernels.cuda import attention
+
+    monkeypatch.setattr(attention, "splits_for", lambda rows, kv_heads: splits)
+
+    def attend(given):
+        assert attention.takes(given.qkv, given.keys, given.shape)
+        out = torch.full((len(given.qkv), shape.heads * shape.head_dim), float("nan")).to(given.qkv)
+        tensors = given.qkv, given.keys, given.values, given.slots, given.positions, given.tables, out
+        attention.attention(*tensors, given.shape, given.norms)
+        return out
+
+    check(operands(shape, positions=(0, 1, 128, 199), dtype=dtype), attend)

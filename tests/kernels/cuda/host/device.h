@@ -36,7 +36,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 namespace device {
 
 using turns::LANES;
-constexpr u32 GUARD = 256;
+constexpr u32 GUARD = 256, ALIGNING = 1024;
 
 struct Warp {
     turns::Meeting meeting;
@@ -51,9 +51,9 @@ struct Block {
 
 inline std::vector<Block> blocks;
 inline Block& block() { return blocks[blockIdx.x]; }
-inline char* shared_memory() { return block().memory.data(); }
-// The first address that is the same in every block.
+// Where its shared memory begins: at a multiple of 1024 bytes in every block.
 inline char* aligned(Block& block) { return block.memory.data() + (1024 - (u64)block.memory.data() % 1024) % 1024; }
+inline char* shared_memory() { return aligned(block()); }
 inline Warp& warp() { return block().warps[threadIdx.x / LANES]; }
 
 // What each lane of the warp gives. Valid until the warp exchanges again: lanes are never two exchanges apart.
