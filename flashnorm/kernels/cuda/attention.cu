@@ -15,11 +15,14 @@ struct Problem {
 };
 
 struct Shared {
-    Ring ring;
+    union alignas(128) {  // one after the other
+        Ring ring;
+        float found[4][PAIRS];  // by pair: highest score, sum of weights, weighted sums
+    };
     Mixed mixed;
     Heads heads;
-    float found[4][PAIRS];  // by pair: highest score, sum of weights, weighted sums
 };
+static_assert(sizeof(Shared::found) <= STAGES * SLOT, "what was found lies in the slots");
 
 // Where a block is: its row, its key head, and its part of the row's tokens.
 struct Place {

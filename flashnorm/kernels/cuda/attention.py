@@ -20,7 +20,7 @@ _WARP, _WARPS, _EIGHT = 32, 8, 8
 _SLOT = 32 << 10  # bytes of keys and values
 _MOST_SHARING = 8  # query heads of one key head
 _MOST_CHANNELS = 1024  # of the query heads of one key head
-_BLOCKS = 264  # two for each multiprocessor of an H200
+_BLOCKS = 132  # one for each multiprocessor of an H200: the next kernel begins beside them
 _MOST_SPLITS = 8  # blocks of a cluster
 
 

@@ -66,10 +66,10 @@ def step_bytes(ring: Ring, warps: int, inputs: int, sharing: int, head_dim: int)
 
 
 def attention_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
-    """Bytes of `attention.cu`: the ring, a block's heads, what its warps have mixed and what they have found."""
+    """Bytes of `attention.cu`: the ring, a block's heads, and what its warps have mixed."""
     heads, mixed = _head_bytes(warps, sharing, head_dim)
     padding = 6 * 8 + 3 * 128  # and what is waited for
-    return ring.stages * (ring.slot + 20) + mixed + heads + 8 * sharing * head_dim + padding
+    return ring.stages * (ring.slot + 20) + mixed + heads + padding
 
 
 def _head_bytes(warps: int, sharing: int, head_dim: int) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def test_a_row_does_not_depend_on_its_company():
     ("planted", "seen"),
     [
         (("    release(&ring.empty[at.slot]);", ""), "hangs"),
-        (("float found[4][PAIRS]", "float found[4][PAIRS / 2]"), "indexes outside of an array"),
+        (("float found[4][PAIRS]", "float found[3][PAIRS]"), "indexes outside of an array"),
         (("min(TOKENS, place.stop - token)", "TOKENS"), "reads other tokens"),
     ],
 )

@@ -41,7 +41,7 @@ CASES = {
                                                           **ATTENTION | dict(BLOCK=128, EARLY=True))),
     "all": (attention._attention_kernel, dict(HEAD_DIM=256, D=256, SPLITS=1, ROTARY=96, INTERLEAVED=True,
                                               WINDOWED=True, CAPPED=True, **NORMS, **ATTENTION)),
-    "likeliest": (settle._likeliest_kernel, dict(SHARE=4096, BLOCK=1024, PARTS=32, PDL=True)),
+    "likeliest": (settle._likeliest_kernel, dict(SHARE=8192, BLOCK=4096, PARTS=32, PDL=True)),
     "settle": (settle._settle_kernel, dict(PARTS=32, PDL=True)),
     "odd": (attention._attention_kernel, dict(HEAD_DIM=96, D=128, SPLITS=8, ROTARY=0, INTERLEAVED=False,
                                               WINDOWED=True, CAPPED=False, **NORMS, **ATTENTION)),
