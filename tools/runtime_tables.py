@@ -15,10 +15,9 @@ from tools import tables
 from tools.tables import RECORDS, ROOT, table
 
 PAGES = (ROOT / "docs" / "accelerate.md", ROOT / "docs" / "decode.md")
-RECORD, LATER, AGREEMENT = "e2e-h200", "e2e-batches-h200", "agreement-smollm2"
+RECORD, AGREEMENT = "e2e-h200", "agreement-smollm2"
 _COMMANDS = {
     RECORD: "flashnorm bench e2e --record",
-    LATER: "flashnorm bench e2e --no-compiled --record",
     AGREEMENT: "python -m benchmarks.agreement",
 }
 _LEVEL_ONE = "level-one-"
@@ -60,7 +59,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {  # name -> re
     f"{RECORD}-asked": (RECORD, asked),
     f"{RECORD}-contenders": (RECORD, contenders),
     f"{RECORD}-level-one": (RECORD, level_one),
-    f"{LATER}-contenders": (LATER, contenders),
     AGREEMENT: (AGREEMENT, agreement),
 }
 
