@@ -18,7 +18,7 @@ kernels may gather behind a running one, and begin with what they have in regist
 
 When attention over several rows starts, whose qkv an operation or the library has written, the kernels before that
 operation are complete: it reads the step's slots and positions, and the cache as earlier steps left it, before its own
-wait.
+wait; and from the L2, since a wait is what renews a multiprocessor's L1.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ struct Place {
 
     __device__ __forceinline__ explicit Place(const Problem& problem) {
         split = blockIdx.x % SPLITS, head = blockIdx.x / SPLITS % KV_HEADS, row = blockIdx.x / SPLITS / KV_HEADS;
-        position = problem.positions[row];
-        base = problem.slots[row] * problem.slot_stride + head * problem.head_stride;
+        // Perhaps before the wait: past the L1, which may hold what an earlier step had there.
+        position = __ldcg(problem.positions + row);
+        base = __ldcg(problem.slots + row) * problem.slot_stride + head * problem.head_stride;
         const int tokens = problem.rules.seen(position), share = (tokens + SPLITS - 1) / SPLITS;
         start = position - tokens + min(tokens, split * share), stop = min(position, start + share);
     }

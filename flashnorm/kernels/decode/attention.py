@@ -95,7 +95,9 @@ def _attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
             tl.extra.cuda.gdc_wait()
-    slot, position = tl.load(slots + row), tl.load(positions + row)
+    # Perhaps before the wait: past the L1, which may hold what an earlier step had there.
+    slot = tl.load(slots + row, cache_modifier=".cg")
+    position = tl.load(positions + row, cache_modifier=".cg")
     g, d, t = tl.arange(0, G), tl.arange(0, D), tl.arange(0, BLOCK)
     channels = (d < HEAD_DIM)[None, :]
     base = slot * slot_stride + h.to(tl.int64) * head_stride
@@ -107,8 +109,8 @@ def _attention_kernel(
     stop = tl.minimum(start + share, position)
     tokens = base + t[:, None] * HEAD_DIM + d[None, :]
     first = (start + t < stop)[:, None] & channels
-    k = tl.load(keys + tokens + start * HEAD_DIM, mask=first, other=0.0)
-    v = tl.load(values + tokens + start * HEAD_DIM, mask=first, other=0.0)
+    k = tl.load(keys + tokens + start * HEAD_DIM, mask=first, other=0.0, cache_modifier=".cg")
+    v = tl.load(values + tokens + start * HEAD_DIM, mask=first, other=0.0, cache_modifier=".cg")
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     cos += position * table_stride

@@ -96,6 +96,9 @@ T __shfl_down_sync(u32, T value, u32 apart) {
     return device::of_all_lanes(value)[lane + apart < device::LANES ? lane + apart : lane];
 }
 
+template <class T>
+T __ldcg(const T* at) { return *at; }
+
 // Barriers in shared memory ("mbarrier").
 
 namespace device {
