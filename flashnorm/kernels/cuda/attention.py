@@ -64,7 +64,8 @@ def attention(
     *,
     early: bool = False,
 ) -> None:
-    """The same as `decode.attention.decode_attention`, for what it `takes`. Gains and tables are fp32."""
+    """The same as `decode.attention.decode_attention`, for what it `takes`. Gains and tables: fp32, contiguous."""
+    assert all(table.is_contiguous() for table in tables or ())
     form = form_of(qkv, shape, splits_for(len(qkv), shape.kv_heads))
     kernel = _kernel(form, qkv.device)
     launch(
