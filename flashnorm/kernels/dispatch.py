@@ -3,9 +3,10 @@
 A table holds, for each weight shape, the fastest configuration at a few numbers of rows; every one of them was first
 compared with fp64. A shape between two listed numbers of rows takes the next larger one's. A shape that is not listed
 is tuned when it is first used, on GPUs without a shipped table (see `first_use.py`); elsewhere it follows rules carried
-over from the listed ones and not timed itself: one row goes through a matrix-vector kernel, up to
-64 rows through split K, many through the warp-specialised GEMM where it runs, and anything else through the fast norm
-before the library's matmul. What `flashnorm tune` finds goes to a table of this machine, which comes before the other.
+over from the listed ones and not timed itself: one row goes through a matrix-vector kernel, up to 64 rows through split
+K, or up to 8 of a gated form through the kernel for few rows, many through the warp-specialised GEMM where it runs, and
+anything else through the fast norm before the library's matmul. What `flashnorm tune` finds goes to a table of this
+machine, which comes before the other.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def rms_linear(
     quantised is passed as `gain`.
 
     `static_weight` promises that no work that may still run writes the weight, as in inference, where it never changes:
-    the kernels for one row then read it while the kernel before them ends. Without it a weight that was just written
-    by a kernel, of any library, is read right.
+    kernels for one row or a few then read it while the kernel before them ends. Without it a weight that was just
+    written by a kernel, of any library, is read right.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError` or `GradientError`, naming the argument.
     """

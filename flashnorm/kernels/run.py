@@ -36,7 +36,7 @@ def run(
 
     `x`: (M, K), `weight`: (N, K), or (2N, K) with gate first, `out`: (M, N), rows contiguous. `gain` and `activation`
     must be None for the families that `dispatch.fits` refuses them to, and a gated form takes no `bias`.
-    `static_weight`: nothing that may still run writes the weight; the matrix-vector kernels use that.
+    `static_weight`: nothing that may still run writes the weight; the kernels for one row or a few use that.
     """
     match config:
         case Reference():

@@ -37,11 +37,13 @@ def skinny(
     """Write `decode.reference.matvec` into `out` (M, N).
 
     `x`: (M, K), M at most 64; `weight`: (N, K), or (2N, K) where gated; bf16 or fp16, both addressable, and `out` of
-    that dtype or fp32. No gain, and an activation only where gated. `static_weight`: nothing that may still run writes
-    the weight, so it is asked for before the kernel before this one has ended.
+    that dtype or fp32; bias and residual of x's dtype. No gain; an activation only where gated, and no bias there.
+    `static_weight`: nothing that may still run writes the weight, so it is asked for before the kernel before this one
+    has ended.
     """
     assert around.gain is None
     assert around.gated == (around.activation is not None)
+    assert around.bias is None or not around.gated
     N, tiles, outputs = out.shape[1], tiles_of(len(x)), config.rows // (2 if around.gated else 1)
     form = Form(tiles, x.dtype, out.dtype == torch.float32, around.activation, around.eps is not None)
     kernel = _kernel(config, form, x.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashnorm.kernels.launch import launch_options, supports_pdl
 
 _PARTS = 32  # programs that share one row's vocabulary, a power of two
-_BLOCK = 4096  # of a program, all asked for at once
+_BLOCK = 4096  # logits that a program asks for at once
 
 
 @triton.jit

@@ -42,13 +42,14 @@ class Library:
         self._library.play.restype = ctypes.c_char_p
         self._library.bytes_read.restype = ctypes.c_uint64
 
-    def allow(self, tensors: Iterable[Tensor]) -> None:
-        """Bulk copies may read these, and nothing else."""
+    def allow(self, tensors: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
+        """Bulk copies may read these, and nothing else; what the kernel in front has `written`, after the wait."""
         self._library.allow_nothing()
-        for tensor in tensors:
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            size = (last + 1) * tensor.itemsize
-            self._library.allow(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_uint64(size))
+        for complete, some in ((True, tensors), (False, written)):
+            for tensor in some:
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                size = ctypes.c_uint64((last + 1) * tensor.itemsize)
+                self._library.allow(ctypes.c_void_p(tensor.data_ptr()), size, ctypes.c_bool(complete))
 
     def play(self, argument: bytes, blocks: int, shared: int, seed: int) -> int:
         """Run so many blocks, all at once, in an order that follows from `seed`.

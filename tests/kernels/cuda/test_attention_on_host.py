@@ -1,6 +1,6 @@
 """Attention over several rows on the CPU: its kernel's source; threads take turns, and copies land late, in any order.
 
-What is not seen here: speed, and what one launch does to the next.
+What is not seen here: speed, and what one launch does to the next, but for copies before the wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def played(given: Operands, splits: int, *planted: tuple[str, str], early: bool 
     """What the kernel writes. Raises `Fault` with what a GPU would not have forgiven."""
     form = replace(kernel.form_of(given.qkv, given.shape, splits), stages=2)
     built = library(kernel.source(form).replace("#define SLOT 32768", "#define SLOT 4096"), "attention.inc", planted)
-    built.allow((given.keys, given.values))
+    cache = given.keys, given.values
+    built.allow(cache if early else (), written=cache)
     out = torch.full((len(given.qkv), given.shape.heads * given.shape.head_dim), float("nan")).to(given.qkv)
     tensors = given.qkv, given.keys, given.values, given.slots, given.positions, given.tables, out
     problem = kernel.packed_problem(*tensors, given.shape, given.norms, early=early)
@@ -87,6 +88,16 @@ def test_a_row_does_not_depend_on_its_company():
 def test_what_a_gpu_would_not_forgive_is_seen(planted, seen):
     with pytest.raises(Fault, match=seen):
         played(on_cpu(PLAIN, positions=(199,)), 1, planted)
+
+
+def test_a_cache_that_is_read_too_early_is_seen():
+    planted = (
+        "if (!problem.early) wait_for_predecessor();\n    const Place place(problem);\n    Filler",
+        "const Place place(problem);\n    Filler",
+    )
+    assert played(on_cpu(), 1, planted) is not None
+    with pytest.raises(Fault, match="reads too early"):
+        played(on_cpu(), 1, planted, early=False)
 
 
 @pytest.mark.parametrize(

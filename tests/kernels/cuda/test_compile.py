@@ -15,12 +15,12 @@ from flashnorm.errors import KernelError
 from flashnorm.kernels.configs import Skinny, Streamed, TmaGemm
 from flashnorm.kernels.cuda.memory import SHARED_MEMORY, skinny_bytes, streamed_bytes, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
-from flashnorm.kernels.decode.shapes import StepShape
+from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm, StepShape
 from flashnorm.kernels.dispatch import STREAMED
 
 _INSTALL = "NVIDIA's compiler and bindings are not installed; pip install 'flashnorm[gpu]'"
 pytest.importorskip("cuda.bindings.nvrtc", reason=_INSTALL)
-from flashnorm.kernels.cuda import compiler, decode_step, skinny, streamed, tma_gemm  # noqa: E402
+from flashnorm.kernels.cuda import attention, compiler, decode_step, skinny, streamed, tma_gemm  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -161,6 +161,36 @@ def test_the_step_compiles_and_is_laid_out_as_python_has_it(name, timed):
     assert compiler.cubin(decode_step.source(shape, settings) + asserted, "sm_90a")
 
 
+def of_rows(shape: AttentionShape, dtype: torch.dtype = torch.bfloat16, splits: int = 4) -> attention.Form:
+    return attention.form_of(torch.zeros((), dtype=dtype), shape, splits)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(32, 8, 64, 0.125, rotary=32),
+        AttentionShape(8, 4, 256, 0.0625, softcap=50.0, rotary=64, interleaved=True),
+        AttentionShape(3, 1, 24, 0.2, window=8),
+        AttentionShape(8, 1, 128, 0.1),  # the most channels of a key head's queries
+        AttentionShape(2, 2, 1024, 0.1),  # and of a head
+    ],
+)
+def test_attention_over_rows_compiles_and_is_laid_out_as_python_has_it(shape, splits, dtype):
+    aligning = 128
+    form = of_rows(shape, dtype, splits)
+    size = attention.shared_bytes(form)
+    some = torch.zeros(1, 1, 1)
+    problem = attention.packed_problem(*[some] * 5, None, some, shape, QkNorm(), early=True)
+    asserted = f"""
+        static_assert(sizeof(Shared) <= {size - aligning}, "Python reckons too little");
+        static_assert(sizeof(Problem) == {len(problem)}, "another problem");
+    """
+    assert size <= SHARED_MEMORY
+    assert compiler.cubin(attention.source(form) + asserted, "sm_90a")
+
+
 def test_too_little_memory_is_seen():
     config = TmaGemm(64, 48, 1, 4)
     text = tma_gemm.source(config, torch.bfloat16)
@@ -209,12 +239,14 @@ def overtaking(text: str, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kernel", ["streamed", "step"])
+@pytest.mark.parametrize("kernel", ["streamed", "step", "skinny", "attention"])
 def test_no_slot_is_handed_back_before_its_loads_have_come(kernel, tmp_path):
     shape = STEPS["llama 1b"]
     text = {
         "streamed": streamed.source(Streamed(2048, 2, 8, 1, 0, 4), 4096, torch.bfloat16),
         "step": decode_step.source(shape, decode_step.settings_for(shape)),
+        "skinny": skinny.source(Skinny(64, 1, 4), skinny.Form(4, torch.bfloat16)),
+        "attention": attention.source(of_rows(AttentionShape(32, 8, 64, 0.125, rotary=32))),
     }[kernel]
     assert overtaking(text, tmp_path) == []
     assert overtaking(text.replace("    loads_have_come(read);\n", ""), tmp_path)

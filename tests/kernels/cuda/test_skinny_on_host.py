@@ -1,6 +1,6 @@
 """The kernel for few rows on the CPU: its source; threads take turns, and tiles land late and out of order.
 
-What is not seen here: speed, and what one launch does to the next.
+What is not seen here: speed, and what one launch does to the next, but for copies before the wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def played(config, m, k, n, around, *planted, static_weight=True, dtype=torch.bf
     tiles, outputs = tiles_of(m), config.rows // parts
     form = skinny.Form(tiles, torch.bfloat16, dtype == torch.float32, around.activation, around.eps is not None)
     built = compiled(config, form, *planted)
-    built.allow((operands.x, operands.weight))
+    old, new = ([operands.weight], [operands.x]) if static_weight else ([], [operands.x, operands.weight])
+    built.allow(old, written=new)
     arguments = tensor_map(operands.x, 8 * tiles, 64) + tensor_map(operands.weight, outputs, 64)
     arguments += skinny.packed_problem(operands.x, out, around, static_weight=static_weight)
     blocks = -(-n // outputs) * config.split
@@ -90,6 +91,22 @@ def test_outputs_in_fp32():
 def test_what_a_gpu_would_not_forgive_is_seen(planted, seen):
     with pytest.raises(Fault, match=seen):
         played(SMALL, 8, 576, 40, Surroundings(eps=cases.EPS), planted)
+
+
+@pytest.mark.parametrize(
+    ("planted", "seen"),
+    [
+        (("problem.static_weight ? ", "true ? "), "reads too early"),  # a weight that was just written
+        (("    wait_for_predecessor();\n    launch_dependents();", "    launch_dependents();"), "reads too early"),
+        (
+            ("wait_for_predecessor();\n    launch_dependents();", "launch_dependents();\n    wait_for_predecessor();"),
+            "announces",
+        ),
+    ],
+)
+def test_what_comes_before_the_wait_is_seen(planted, seen):
+    with pytest.raises(Fault, match=seen):
+        played(SMALL, 8, 576, 40, Surroundings(), planted, static_weight=False)
 
 
 @pytest.mark.parametrize(

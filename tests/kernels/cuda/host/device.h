@@ -143,6 +143,7 @@ namespace device {
 struct Memory {
     const char* from;
     u64 bytes;
+    bool complete;  // before the kernel in front has ended
 
     bool holds(const void* at, u64 some) const {
         return at >= from && (const char*)at + some <= from + bytes;
@@ -166,6 +167,13 @@ inline void check_source(const void* from, u32 bytes) {
         fault("reads outside");
 }
 
+inline void count_read(const void* from, u32 bytes) {
+    check_source(from, bytes);
+    const auto there = [&](Memory one) { return one.holds(from, bytes) && (one.complete || turns::self->waited); };
+    if (std::none_of(readable.begin(), readable.end(), there)) fault("reads too early");
+    bytes_read += bytes;
+}
+
 inline void land_a_copy() {
     if (copies.empty() || turns::random(4)) return;
     std::swap(copies[turns::random(copies.size())], copies.back());
@@ -181,9 +189,8 @@ inline void land_a_copy() {
 inline u64 evict_first() { return 0; }
 inline void prefetch_bytes(const void* from, u32 bytes) { device::check_source(from, bytes); }
 inline void load_bytes_once(void* to, const void* from, u32 bytes, u64* barrier, u64) {
-    device::check_source(from, bytes);
+    device::count_read(from, bytes);
     if ((u64)to % 16 || !device::rings[blockIdx.x].holds(to, bytes)) fault("writes outside");
-    device::bytes_read += bytes;
     device::copies.push_back({to, from, bytes, barrier});
 }
 
@@ -209,7 +216,7 @@ inline void load_tile(void* to, const void* opaque, int column, int row, u64* ba
         const u64 place = (char*)to + at - device::aligned(device::block());
         const u64 r = row + at / (2 * map.box_columns), c = column + at / 2 % map.box_columns;
         const char* from = r < map.rows && c < map.columns ? map.from + r * map.stride + c * 2 : nullptr;
-        if (from) device::check_source(from, 16), device::bytes_read += 16;
+        if (from) device::count_read(from, 16);
         copy.pieces.push_back({device::aligned(device::block()) + (place ^ place / 128 % 8 * 16), from});
     }
     device::copies.push_back(copy);
@@ -254,8 +261,9 @@ inline u64 atomicExch(u64* at, u64 value) { return std::exchange(*at, value); }
 inline u32 atomicAdd(u32* at, u32 value) { return std::exchange(*at, *at + value); }
 
 inline u32 announced;
-inline void wait_for_predecessor() {}
-inline void launch_dependents() { announced++; }
+inline bool hasty;  // somebody announced before its own wait
+inline void wait_for_predecessor() { turns::self->waited = true; }
+inline void launch_dependents() { announced++, hasty |= !turns::self->waited; }
 inline long long clock64() {
     static long long cycles = 0;
     return cycles += 10;

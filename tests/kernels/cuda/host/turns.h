@@ -32,6 +32,7 @@ struct Thread {
     const u64* watched = nullptr;  // it waits until that is no longer `seen`
     u64 seen = 0;
     bool begun = false, over = false;
+    bool waited = false;  // for the kernel in front
     jmp_buf here;
     std::unique_ptr<char[]> stack{new char[STACK]};  // not written before it is needed
 };
