@@ -1,8 +1,9 @@
 """Attention of one new token per row against the cache: QK-norm, rotation, the cache write and split-KV attention.
 
 A row's cached tokens are divided among `splits` programs for each of its key heads; each program serves all the query
-heads that share the key head. The division depends on the row's own position alone, and the program that comes last
-joins the partial results in a fixed order, so that a row's result depends neither on its company nor on who comes last.
+heads that share the key head. Among steps of as many rows, the division depends on the row's own position alone, and
+the program that comes last joins the partial results in a fixed order, so that a row's result depends neither on its
+company nor on who comes last.
 A program's first block of keys and values comes before the wait for the new token's, where that is safe.
 The program of the first split also takes the new token, from registers, and writes it to the cache; no program of the
 same launch reads that place.
