@@ -1,89 +1,116 @@
 // Attention of one new token against keys and values that come through the ring, for a block and one of its key heads.
 //
-// A block norms and rotates the heads that it needs itself. Each warp takes up to sixteen tokens at a time: their scores
-// with all query heads that share the key head, on the tensor cores; their weights; and the mixture of their values, two
-// channels a lane. What the warps have seen is joined at the end.
+// Each warp prepares heads: norms and turns them. Then each takes its share of a chunk's tokens, at most sixteen at a time:
+// their scores with all query heads that share the key head, on the tensor cores; their weights against the highest score of
+// all warps; and the mixture of their values, some pairs of channels a lane. So what the warps leave need only be added up.
+// All of this lies on the way of the step: instructions are counted, not only bytes.
 // Macros: HEADS, KV_HEADS, HEAD_DIM, ROTARY (half the turning channels), INTERLEAVED, CAPPED.
 
-constexpr int SHARING = HEADS / KV_HEADS;                                 // query heads of one key head
-constexpr int CHANNELS = 4 * EIGHT;                                       // that four lanes take
-constexpr int HEAD_BLOCKS = (HEAD_DIM + CHANNELS - 1) / CHANNELS;         // of them, of a head
-constexpr int SPAN = (HEAD_DIM + WARP - 1) / WARP;                        // channels of a lane where a warp has one head
-constexpr int LANE_PAIRS = (SPAN + 1) / 2;                                // pairs of channels of a lane
-constexpr int TOKENS = SLOT / 4 / HEAD_DIM;                               // of which a slot holds keys and values
-constexpr int AT_ONCE = 8;                                                // tokens of a warp in a row, and most heads
-constexpr int NEXT = WARPS * AT_ONCE;                                     // tokens from a warp's first eight to its others
-constexpr int PAIRS = SHARING * HEAD_DIM / 2;                             // of output channels of a key head
-#define NOTHING __int_as_float(0xFF800000)        // minus infinity: the score of what is not there
-static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS >= AT_ONCE && SHARING <= AT_ONCE, "does not fit");
+constexpr int SHARING = HEADS / KV_HEADS, MOST_SHARING = 8;        // query heads of one key head
+constexpr int CHANNELS = 4 * EIGHT;                                // that four lanes take
+constexpr int HEAD_BLOCKS = (HEAD_DIM + CHANNELS - 1) / CHANNELS;  // of them, of a head
+constexpr int HEAD_PAIRS = HEAD_DIM / 2;                           // of channels
+constexpr int LANE_PAIRS = (HEAD_PAIRS + WARP - 1) / WARP;         // of them, of a lane where a warp has one head
+constexpr int TOKENS = SLOT / 4 / HEAD_DIM;                        // of which a slot holds keys and values
+constexpr int AT_ONCE = 16;                                        // tokens of a warp
+constexpr int ELEMENTS = SHARING * HEAD_DIM, PAIRS = ELEMENTS / 2;  // of the outputs of a key head
+#define NOTHING __int_as_float(0xFF800000)  // minus infinity: the score of what is not there
+static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS > 0 && SHARING <= MOST_SHARING, "does not fit");
 
 struct Heads {
-    alignas(16) float raw[SHARING + 1][HEAD_DIM];            // q and k
-    alignas(16) u16 q[SHARING][HEAD_DIM], fresh[2][HEAD_DIM];  // ready; k and v as the cache holds them
-    alignas(16) float weights[WARPS][2 * AT_ONCE][AT_ONCE];  // of tokens, by head
-    alignas(16) float faded[WARPS][AT_ONCE];                 // what is left of the sums so far, by head
-    float best[WARPS][AT_ONCE], total[WARPS][AT_ONCE];       // highest score, sum of weights
+    alignas(16) u16 ready[SHARING + 2][HEAD_DIM];           // q; the new token's k and v, as the cache holds them
+    alignas(16) float raw[WARPS][HEAD_DIM];                 // a head before it is turned
+    alignas(16) float weights[WARPS][AT_ONCE][MOST_SHARING];  // of tokens, by head
+    alignas(16) float faded[WARPS][MOST_SHARING];           // what is left of the sums so far, by head
+    alignas(16) float best[2][MOST_SHARING][WARPS], total[MOST_SHARING][WARPS];  // highest score; sum of weights
+    float highest[MOST_SHARING];                            // of all warps
+
+    __device__ __forceinline__ const u16* new_key() const { return ready[SHARING]; }
+    __device__ __forceinline__ const u16* new_value() const { return ready[SHARING + 1]; }
 };
 
-typedef float Mixed[WARPS][PAIRS][2];
+typedef float Mixed[WARPS][ELEMENTS];
 
 __device__ __forceinline__ float rounded(float value) { return widened(packed(value, 0) & 0xFFFF); }
 
-// What a lane of a warp that has one head turns its channels by.
+// Cached tokens: [start, stop).
+struct Span {
+    int start, stop;
+};
+
+// Part `number` of the last `seen` cached tokens and the new one, `share` of them each, from last to first: the new token
+// is in part 0.
+__device__ __forceinline__ Span span_of(int position, int seen, int share, int number) {
+    const int first = position - seen, stop = max(first, position + 1 - number * share);
+    return {max(first, stop - share), min(stop, position)};
+}
+
+// The pair of channels that a lane has of a head that its warp prepares; perhaps beyond its end.
+__device__ __forceinline__ int pair_of_lane(int i) { return threadIdx.x % WARP + i * WARP; }
+
+// What a lane turns its channels by. Nothing is done with what is loaded: that would wait for it.
 struct Angles {
-    float cos[SPAN], sin[SPAN];
+    float cos[LANE_PAIRS][2], sin[LANE_PAIRS][2];
 
     __device__ __forceinline__ Angles(const Rules& rules, int position) {
+        const bool turns = ROTARY > 0 && rules.cos;
 #pragma unroll
-        for (int i = 0; i < SPAN; i++) {
-            const int d = threadIdx.x % WARP + i * WARP;
-            const bool turns = ROTARY > 0 && rules.cos && d < 2 * ROTARY;
+        for (int i = 0; i < 2 * LANE_PAIRS; i++) {
+            const int d = 2 * pair_of_lane(i / 2) + i % 2;
             const long long at = (long long)position * ROTARY + (INTERLEAVED ? d / 2 : d % max(1, ROTARY));
-            cos[i] = turns ? rules.cos[at] : 1;
-            sin[i] = turns ? rules.sin[at] : 0;
-            if (INTERLEAVED ? d % 2 == 0 : d < ROTARY) sin[i] = -sin[i];
+            cos[i / 2][i % 2] = 1, sin[i / 2][i % 2] = 0;
+            if (turns && d < 2 * ROTARY) cos[i / 2][i % 2] = rules.cos[at], sin[i / 2][i % 2] = rules.sin[at];
         }
     }
 };
 
-// One warp norms and turns one head.
-__device__ __forceinline__ void prepare_head(
-    float* head, u16* ready, const float* gain, float eps, const Angles& angles) {
-    const int lane = threadIdx.x % WARP;
-    float own[SPAN], squares = 0;
+// A head that a warp has in its lanes: normed,
+__device__ __forceinline__ void norm_head(float (&own)[LANE_PAIRS][2], const float* gain, float eps) {
+    float squares = 0;
 #pragma unroll
-    for (int i = 0; i < SPAN; i++) {
-        const int d = lane + i * WARP;
-        own[i] = d < HEAD_DIM ? head[d] : 0;
-        squares = fmaf(own[i], own[i], squares);
-    }
-    if (eps >= 0) {
-        const float scale = rsqrtf(sum_of_warp(squares) / HEAD_DIM + eps);
+    for (int i = 0; i < 2 * LANE_PAIRS; i++) squares = fmaf(own[i / 2][i % 2], own[i / 2][i % 2], squares);
+    const float scale = rsqrtf(sum_of_warp(squares) / HEAD_DIM + eps);
 #pragma unroll
-        for (int i = 0; i < SPAN; i++) {
-            const int d = lane + i * WARP;
-            own[i] *= scale * (gain && d < HEAD_DIM ? gain[d] : 1);
-            if (d < HEAD_DIM) head[d] = own[i];
-        }
-        __syncwarp();
-    }
-#pragma unroll
-    for (int i = 0; i < SPAN; i++) {
-        const int d = lane + i * WARP;
-        const int partner = INTERLEAVED ? d ^ 1 : d < ROTARY ? d + ROTARY : d - ROTARY;
-        if (d < 2 * ROTARY) own[i] = fmaf(head[partner], angles.sin[i], own[i] * angles.cos[i]);
-        if (d < HEAD_DIM) ready[d] = packed(own[i], 0);
+    for (int i = 0; i < 2 * LANE_PAIRS; i++) {
+        const int d = 2 * pair_of_lane(i / 2) + i % 2;
+        own[i / 2][i % 2] *= scale * (gain && d < HEAD_DIM ? gain[d] : 1);
     }
 }
 
-// q, k and v of a key head are there in fp32, and v as the cache holds it: q and k normed and turned, ready for use.
-__device__ __forceinline__ void prepare_heads(Heads& heads, const Rules& rules, const Angles& angles) {
-    sync_consumers();
+// and turned. `raw`: the warp's, for the channels that turn with each other.
+__device__ __forceinline__ void turn_head(float (&own)[LANE_PAIRS][2], float* raw, const Angles& angles) {
+#pragma unroll
+    for (int i = 0; i < LANE_PAIRS; i++)
+        if (pair_of_lane(i) < HEAD_PAIRS) *(float2*)&raw[2 * pair_of_lane(i)] = make_float2(own[i][0], own[i][1]);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2 * LANE_PAIRS; i++) {
+        const int d = 2 * pair_of_lane(i / 2) + i % 2;
+        if (d >= 2 * ROTARY) continue;
+        const bool first = INTERLEAVED ? d % 2 == 0 : d < ROTARY;
+        const float other = raw[INTERLEAVED ? d ^ 1 : first ? d + ROTARY : d - ROTARY], sin = angles.sin[i / 2][i % 2];
+        own[i / 2][i % 2] = fmaf(other, first ? -sin : sin, own[i / 2][i % 2] * angles.cos[i / 2][i % 2]);
+    }
+}
+
+// The queries of a key head and, where the token is `fresh` to the block, its key and value, ready for use.
+// `load(row, own)`: this lane's pairs of a row of q, k and v; zero beyond its end.
+template <class Load>
+__device__ __forceinline__ void prepare_heads(
+    Heads& heads, const Rules& rules, const Angles& angles, int head, bool fresh, Load load) {
+    const int warp = threadIdx.x / WARP;
 #pragma unroll 1
-    for (int which = threadIdx.x / WARP; which <= SHARING; which += WARPS) {
-        const bool query = which < SHARING;
-        prepare_head(heads.raw[which], query ? heads.q[which] : heads.fresh[0], query ? rules.q_gain : rules.k_gain,
-                     query ? rules.q_eps : rules.k_eps, angles);
+    for (int which = warp; which < SHARING + (fresh ? 2 : 0); which += WARPS) {
+        const bool query = which < SHARING, value = which > SHARING;
+        float own[LANE_PAIRS][2] = {};
+        load(query ? head * SHARING + which : HEADS + (which - SHARING) * KV_HEADS + head, own);
+        const float eps = query ? rules.q_eps : rules.k_eps;
+        if (!value && eps >= 0) norm_head(own, query ? rules.q_gain : rules.k_gain, eps);
+        if (!value && ROTARY) turn_head(own, heads.raw[warp], angles);
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; i++)
+            if (pair_of_lane(i) < HEAD_PAIRS) ((u32*)heads.ready[which])[pair_of_lane(i)] = packed(own[i][0], own[i][1]);
+        __syncwarp();  // what is raw has been read
     }
     sync_consumers();
 }
@@ -92,8 +119,17 @@ __device__ __forceinline__ float weight_of(float score, float best) {
     return __expf(score - (best == NOTHING ? 0 : best));  // 0 where nothing was seen
 }
 
-// What a warp has seen so far. Its lane 4 t + i holds scores of heads 2 i and 2 i + 1 with the tokens t, t + 8, …; and
-// pairs of channels of all heads.
+// This lane's pairs of channels that follow each other, of a head's values or sums. Lanes beyond its end have its last.
+struct alignas(LANE_PAIRS % 4 ? LANE_PAIRS % 2 ? 4 : 8 : 16) Values {
+    u32 pairs[LANE_PAIRS];
+
+    __device__ static __forceinline__ int first() {
+        return min((int)threadIdx.x % WARP * LANE_PAIRS, HEAD_PAIRS - LANE_PAIRS);
+    }
+};
+
+// What a warp has seen so far. Its lane 4 t + i knows of heads 2 i and 2 i + 1 the highest score that any warp has seen, and
+// the sum of its own tokens' weights, t, t + 8, …; and it has pairs of channels of all heads.
 struct Seen {
     float best[2] = {NOTHING, NOTHING}, total[2] = {}, mixed[SHARING][LANE_PAIRS][2] = {};
 };
@@ -116,14 +152,30 @@ __device__ __forceinline__ uint4 channels_of(const u16* head, int i) {
     return d < HEAD_DIM ? *(const uint4*)(head + d) : make_uint4(0, 0, 0, 0);
 }
 
-// The weights of tokens `first` to `first + 7` and, where there are any, of those NEXT behind them, left in shared memory.
-__device__ __forceinline__ void weigh(
-    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, int first, int count, float scale,
-    float softcap) {
-    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, head = threadIdx.x % 4 * 2;
-    const int token[2] = {first + row, first + NEXT + row};
-    const u16 *low = keys + min(token[0], count - 1) * HEAD_DIM, *high = keys + min(token[1], count - 1) * HEAD_DIM;
-    float c[2][4] = {}, scores[2][2];  // by eight and by head
+// Tokens that follow each other: `cached` of them, and then, where there are `count`, the new one.
+struct Tokens {
+    const u16 *keys, *values;
+    int cached, count;
+};
+
+// A warp's own of them: `mine`, from `first`; none where that is not above zero.
+struct Own {
+    int first, mine;
+
+    __device__ __forceinline__ explicit Own(int count) {
+        const int each = (count + WARPS - 1) / WARPS;
+        first = threadIdx.x / WARP * each, mine = min(each, count - first);
+    }
+};
+
+// Scores of this lane's tokens, t and t + 8, with its two heads; NOTHING where there is no token.
+__device__ __forceinline__ void score(
+    float (&scores)[2][2], const Heads& heads, const uint4 (&q)[HEAD_BLOCKS], const Tokens& tokens, const Own& own,
+    const Rules& rules) {
+    const int row = threadIdx.x % WARP / 4;
+    const auto key = [&](int token) { return token < tokens.cached ? tokens.keys + token * HEAD_DIM : heads.new_key(); };
+    const u16 *low = key(own.first + row), *high = key(own.first + row + EIGHT);
+    float c[2][4] = {};
 #pragma unroll
     for (int i = 0; i < HEAD_BLOCKS; i++) {
         const uint4 k = channels_of(low, i), more = channels_of(high, i);
@@ -132,33 +184,45 @@ __device__ __forceinline__ void weigh(
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float score = (c[0][i] + c[1][i]) * scale;
-        if (CAPPED) score = softcap * tanhf(score / softcap);
-        scores[i / 2][i % 2] = token[i / 2] < count ? score : NOTHING;
+        float one = (c[0][i] + c[1][i]) * rules.scale;
+        if (CAPPED) one = rules.softcap * tanhf(one / rules.softcap);
+        scores[i / 2][i % 2] = row + i / 2 * EIGHT < own.mine ? one : NOTHING;
     }
+}
+
+// The tokens' weights, left in shared memory, against the highest score that any warp has seen. `again`: some were seen
+// before; their sums fade if the score is higher now.
+__device__ __forceinline__ void weigh(Heads& heads, Seen& seen, float (&scores)[2][2], int parity, bool again) {
+    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, head = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float highest = highest_of_tokens(fmaxf(scores[0][i], scores[1][i]));
+        if (row == 0) heads.best[parity][head + i][warp] = highest;
+    }
+    sync_consumers();
     float faded[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float highest = fmaxf(seen.best[i], highest_of_tokens(fmaxf(scores[0][i], scores[1][i])));
+        float highest = seen.best[i];
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) highest = fmaxf(highest, heads.best[parity][head + i][other]);
         faded[i] = weight_of(seen.best[i], highest), seen.best[i] = highest;
         scores[0][i] = weight_of(scores[0][i], highest), scores[1][i] = weight_of(scores[1][i], highest);
-        seen.total[i] = seen.total[i] * faded[i] + scores[0][i] + scores[1][i];
+        seen.total[i] = (again ? seen.total[i] * faded[i] : 0) + scores[0][i] + scores[1][i];
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        *(float2*)&heads.weights[warp][i * AT_ONCE + row][head] = make_float2(scores[i][0], scores[i][1]);
-    if (row == 0) *(float2*)&heads.faded[warp][head] = make_float2(faded[0], faded[1]);
+        *(float2*)&heads.weights[warp][i * EIGHT + row][head] = make_float2(scores[i][0], scores[i][1]);
+    if (again && row == 0) *(float2*)&heads.faded[warp][head] = make_float2(faded[0], faded[1]);
     __syncwarp();
 }
 
-// The values of eight tokens, mixed into those so far.
-__device__ __forceinline__ void mix(
-    const float (&weights)[AT_ONCE], Seen& seen, const u32* value) {
-    const int lane = threadIdx.x % WARP;
+// A token's values, mixed into those so far.
+__device__ __forceinline__ void mix(Seen& seen, const float (&weights)[MOST_SHARING], const u16* value) {
+    const Values values = *(const Values*)((const u32*)value + Values::first());
 #pragma unroll
     for (int i = 0; i < LANE_PAIRS; i++) {
-        const u32 pair = value[min(lane + i * WARP, HEAD_DIM / 2 - 1)];
-        const float low = low_of(pair), high = high_of(pair);
+        const float low = low_of(values.pairs[i]), high = high_of(values.pairs[i]);
 #pragma unroll
         for (int g = 0; g < SHARING; g++) {
             seen.mixed[g][i][0] = fmaf(weights[g], low, seen.mixed[g][i][0]);
@@ -167,81 +231,89 @@ __device__ __forceinline__ void mix(
     }
 }
 
-// What `weigh` says of these tokens, and their values mixed into those so far.
+// At most WARPS * AT_ONCE tokens. `parity`: another one than the last time.
 __device__ __forceinline__ void see(
-    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const u16* keys, const u16* values, int first, int count,
+    Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const Tokens& tokens, int parity, bool again,
     const Rules& rules) {
-    const int warp = threadIdx.x / WARP;
-    weigh(heads, seen, q, keys, first, count, rules.scale, rules.softcap);
+    constexpr int UNROLLED = 4;
+    const Own own(tokens.count);
+    float scores[2][2];
+    score(scores, heads, q, tokens, own, rules);
+    weigh(heads, seen, scores, parity, again);
+    const auto& weights = heads.weights[threadIdx.x / WARP];
 #pragma unroll
-    for (int g = 0; g < SHARING; g++)
+    for (int i = 0; again && i < SHARING * LANE_PAIRS; i++)
 #pragma unroll
-        for (int i = 0; i < LANE_PAIRS; i++)
-            seen.mixed[g][i][0] *= heads.faded[warp][g], seen.mixed[g][i][1] *= heads.faded[warp][g];
+        for (int half = 0; half < 2; half++)
+            seen.mixed[i / LANE_PAIRS][i % LANE_PAIRS][half] *= heads.faded[threadIdx.x / WARP][i / LANE_PAIRS];
+    const int cached = max(0, min(own.mine, tokens.cached - own.first));
+    const u16* values = tokens.values + own.first * HEAD_DIM;
 #pragma unroll 1
-    for (int part = 0; part < 2 && first + part * NEXT < count; part++)
+    for (int token = 0; token < cached; token += UNROLLED)
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {  // what is not there weighs nothing
-            const int token = min(first + part * NEXT + i, count - 1);
-            mix(heads.weights[warp][part * AT_ONCE + i], seen, (const u32*)(values + token * HEAD_DIM));
-        }
-    __syncwarp();  // the weights have been used
+        for (int i = 0; i < UNROLLED; i++)
+            if (i == 0 || token + i < cached) mix(seen, weights[token + i], values + (token + i) * HEAD_DIM);
+    if (cached < own.mine) mix(seen, weights[own.mine - 1], heads.new_value());
 }
 
-// What was seen of a pair of channels: the highest score, the sum of weights, and the weighted sums.
-struct Found {
-    float best = NOTHING, total = 0, low = 0, high = 0;
-
-    // By all warps of the block.
-    __device__ __forceinline__ static Found of_warps(const Heads& heads, const Mixed& mixed, int pair) {
-        const int g = pair / (HEAD_DIM / 2);
-        Found found;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) found.best = fmaxf(found.best, heads.best[warp][g]);
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) {
-            const float by = weight_of(heads.best[warp][g], found.best);
-            found.total = fmaf(by, heads.total[warp][g], found.total);
-            found.low = fmaf(by, mixed[warp][pair][0], found.low);
-            found.high = fmaf(by, mixed[warp][pair][1], found.high);
-        }
-        return found;
-    }
-};
-
-// One stretch of one key head.
-__device__ __forceinline__ void attend_stretch(
-    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Rules& rules, int tokens, bool first) {
+// What was seen by this block of one key head and `tokens` that come through the ring and, where it is `fresh` to the
+// block, the new one, is left in shared memory: see `total_of_warps` and `sum_of_warps`; and heads.highest.
+__device__ __forceinline__ void attend_tokens(
+    Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Rules& rules, int tokens, bool fresh) {
+    constexpr int MOST = WARPS * AT_ONCE;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     uint4 q[HEAD_BLOCKS];
     Seen seen;
 #pragma unroll
     for (int i = 0; i < HEAD_BLOCKS; i++)
-        q[i] = lane / 4 < SHARING ? channels_of(heads.q[min(lane / 4, SHARING - 1)], i) : make_uint4(0, 0, 0, 0);
+        q[i] = lane / 4 < SHARING ? channels_of(heads.ready[min(lane / 4, SHARING - 1)], i) : make_uint4(0, 0, 0, 0);
+    bool again = false;
+    int parity = 0;
 #pragma unroll 1
-    for (int left = tokens; left > 0; left -= TOKENS) {
-        const int count = min(TOKENS, left);
-        const u16* keys = (const u16*)await(ring, at);
+    for (int left = tokens; left + fresh > 0;) {
+        const int cached = min(TOKENS, left), all = cached + (fresh && left <= TOKENS);
+        const u16* keys = cached ? (const u16*)await(ring, at) : heads.new_key();
 #pragma unroll 1
-        for (int token = warp * AT_ONCE; token < count; token += 2 * NEXT)
-            see(heads, seen, q, keys, keys + SLOT / 4, token, count, rules);
-        u32 read = __float_as_uint(seen.total[0]);
+        for (int first = 0; first < all; first += MOST, again = true, parity ^= 1)
+            see(heads, seen, q,
+                {keys + first * HEAD_DIM, keys + SLOT / 4 + first * HEAD_DIM, cached - first, min(MOST, all - first)},
+                parity, again, rules);
+        if (cached) {
+            u32 read = __float_as_uint(seen.total[0]);
 #pragma unroll
-        for (int i = 0; i < LANE_PAIRS; i++) read ^= __float_as_uint(seen.mixed[0][i][0]);
-        done(ring, at, read);
+            for (int i = 0; i < LANE_PAIRS; i++) read ^= __float_as_uint(seen.mixed[0][i][0]);
+            done(ring, at, read);
+        }
+        left -= cached;
+        if (all > cached) break;
     }
-    if (first && warp == WARPS - 1) see(heads, seen, q, heads.fresh[0], heads.fresh[1], 0, 1, rules);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        seen.total[i] = sum_of_tokens(seen.total[i]);
-        if (lane / 4 == 0) heads.best[warp][lane * 2 + i] = seen.best[i], heads.total[warp][lane * 2 + i] = seen.total[i];
+        const float total = sum_of_tokens(seen.total[i]);
+        if (lane / 4 == 0) heads.total[lane * 2 + i][warp] = total;
+        if (lane / 4 == 0 && warp == 0) heads.highest[lane * 2 + i] = seen.best[i];
     }
 #pragma unroll
     for (int g = 0; g < SHARING; g++)
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; i++)
-            if (lane + i * WARP < HEAD_DIM / 2)
-                *(float2*)mixed[warp][g * (HEAD_DIM / 2) + lane + i * WARP] =
-                    make_float2(seen.mixed[g][i][0], seen.mixed[g][i][1]);
+            *(float2*)&mixed[warp][g * HEAD_DIM + 2 * (Values::first() + i)] =
+                make_float2(seen.mixed[g][i][0], seen.mixed[g][i][1]);
     sync_consumers();
+}
+
+// The weights of a head.
+__device__ __forceinline__ float total_of_warps(const Heads& heads, int head) {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) sum += heads.total[head][warp];
+    return sum;
+}
+
+// The weighted values of a channel.
+__device__ __forceinline__ float sum_of_warps(const Mixed& mixed, int element) {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) sum += mixed[warp][element];
+    return sum;
 }

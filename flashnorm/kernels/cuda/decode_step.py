@@ -224,7 +224,7 @@ def _words(shape: StepShape, blocks: int) -> list[int]:
     """Words of q, k and v, of attention's outputs and branch, of the MLP's inside and branch, of attention's parts."""
     attended = shape.heads * shape.head_dim
     qkv = attended + 2 * shape.kv_heads * shape.head_dim
-    parts = max(1, blocks // shape.kv_heads) * 2 * attended
+    parts = max(1, blocks // shape.kv_heads) * (attended + 2 * shape.heads)
     return [qkv, attended // 2, shape.hidden, shape.inner // 2, shape.hidden, parts]
 
 

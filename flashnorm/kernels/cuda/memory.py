@@ -74,7 +74,8 @@ def attention_bytes(ring: Ring, warps: int, sharing: int, head_dim: int) -> int:
 
 def _head_bytes(warps: int, sharing: int, head_dim: int) -> tuple[int, int]:
     """Bytes of `struct Heads` and of `Mixed` of attend.cuh."""
-    heads = 4 * (sharing + 1) * head_dim + 2 * (sharing + 2) * head_dim + 4 * warps * (16 * 8 + 3 * 8)
+    each = head_dim + 16 * 8 + 8 + 3 * 8  # of a warp: a head, weights, what fades, scores and sums
+    heads = 2 * (sharing + 2) * head_dim + 4 * warps * each + 4 * 8
     return heads, 4 * warps * sharing * head_dim
 
 

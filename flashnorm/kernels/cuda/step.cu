@@ -218,6 +218,7 @@ struct Consumer {
             const Layer &layer = shared.layers[i / 4 % 2], &before = shared.layers[i / 4 % 2 ^ 1];
             if (linear == TO_QKV) epoch++;
             const Matrix of = matrix_of(linear, step, layer);
+            const float* bias = bias_of(linear, layer);  // before the wait, like all that can be
             // A block without outputs of a linear must not wait for its inputs: nobody waits for such a block, and the
             // words could be those of the next layer when it comes.
             if (linear == FROM_ATTENTION) {
@@ -232,7 +233,7 @@ struct Consumer {
                 take_residual(linear == TO_QKV ? layer.attention : linear == UP ? layer.mlp : step.head_norm);
             }
             joined = epoch;
-            apply(linear, of, bias_of(linear, layer), epoch);
+            apply(linear, of, bias, epoch);
         }
         if (!step.following) return;
 #pragma unroll

@@ -28,7 +28,7 @@ __device__ __forceinline__ Matrix matrix_of(Linear linear, const Step& step, con
 
 // What fills a slot: rows of weights; or keys and, in its second half, values.
 struct Chunk {
-    const void *from, *values;  // values: null, or as many bytes
+    const char *from, *values;  // values: null, or as many bytes
     u32 bytes;
 
     __device__ __forceinline__ u32 all() const { return values ? 2 * bytes : bytes; }
@@ -46,58 +46,59 @@ struct Chunk {
     }
 };
 
+// A single thread goes through it chunk by chunk, so whatever holds for all chunks of a weight is found out once.
 struct Stream {
     const Step& step;
     const Share* shares;  // of each linear
     const Place place;
-    Matrix of;
-    Stretch stretch;
-    int linear = -1, row = 0, part = 0, index = 0, token = 0;  // `index`, `token`: of stretches of the cache, and in one
+    const char *at = nullptr, *values = nullptr;  // what comes next
+    u32 left = 0, size = 0;                       // bytes from there on, and of a whole chunk
+    long long apart = 0;                          // bytes from gate's rows to up's; 0: there is no up
+    bool up = false;                              // of gate's rows and up's, up's are next
+    int linear = -1, index = -1;                  // `index`: of the next stretch of the cache; below zero: none is left
 
     __device__ __forceinline__ Stream(const Step& step, const Share* shares)
-        : step(step), shares(shares), place(place_of(step)) {
-        begin_linear();
-    }
-
-    __device__ __forceinline__ const Layer& layer() const { return step.layer[min(linear / 4, step.layers - 1)]; }
-
-    __device__ __forceinline__ void begin_linear() {
-        if (++linear > 4 * step.layers) return;
-        of = matrix_of(linear_of(step, linear), step, layer());
-        row = part = 0;
-        index = blockIdx.x - gridDim.x;
-        stretch = {};
-        token = 0;
-        if (linear_of(step, linear) == FROM_ATTENTION) begin_stretch();
-    }
-
-    // The block's next stretch of the cache that holds any tokens; without one, `token` and `stretch.stop` are the same.
-    __device__ __forceinline__ void begin_stretch() {
-        const int stretches = stretches_of(layer(), place.position);
-        do {
-            index += gridDim.x;
-            if (index >= KV_HEADS * stretches) break;
-            stretch = stretch_of(layer(), place.position, stretches, index);
-            token = stretch.start;
-        } while (token >= stretch.stop);
-    }
+        : step(step), shares(shares), place(place_of(step)) {}
 
     // Whether there is a next chunk, and that.
     __device__ __forceinline__ bool next(Chunk& chunk) {
-        while (linear <= 4 * step.layers && token >= stretch.stop && row >= shares[linear_of(step, linear)].count)
-            begin_linear();
-        if (linear > 4 * step.layers) return false;
-        if (token < stretch.stop) {
-            const long long from = cached(step, place, stretch.head, token);
-            chunk = {layer().keys + from, layer().values + from, (u32)min(TOKENS, stretch.stop - token) * HEAD_DIM * 2};
-            if ((token += TOKENS) >= stretch.stop) token = stretch.stop, begin_stretch();
-        } else {
-            const Share share = shares[linear_of(step, linear)];
-            const long long at = (long long)part * of.n + share.first + row;
-            chunk = {of.weight + at * of.width, nullptr, (u32)min(of.rows, share.count - row) * of.width * 2};
-            if (++part == of.parts) part = 0, row += of.rows;
-        }
+        while (!left)
+            if (!begin()) return false;
+        chunk = {up ? at + apart : at, values, min(size, left)};
+        if (apart && (up = !up)) return true;
+        at += chunk.bytes, left -= chunk.bytes;
+        if (values) values += chunk.bytes;
         return true;
+    }
+
+    // The next stretch or weight, of which this block may have nothing; false at the end of the step.
+    __device__ __forceinline__ bool begin() {
+        if (index < 0) {
+            if (++linear > 4 * step.layers) return false;
+            if (linear_of(step, linear) == FROM_ATTENTION) index = blockIdx.x;
+        }
+        const Layer& layer = step.layer[min(linear / 4, step.layers - 1)];
+        if (index < 0 || !begin_stretch(layer)) begin_weight(layer);
+        return true;
+    }
+
+    __device__ __forceinline__ bool begin_stretch(const Layer& layer) {
+        const Spread spread(layer, place.position);
+        const Stretch stretch(layer, place.position, spread, index);
+        index = index < KV_HEADS * spread.count ? index + (int)gridDim.x : -1;
+        if (index < 0) return false;
+        const long long from = cached(step, place, stretch.head, stretch.span.start);
+        at = (const char*)(layer.keys + from), values = (const char*)(layer.values + from), apart = 0;
+        left = (stretch.span.stop - stretch.span.start) * HEAD_DIM * 2, size = TOKENS * HEAD_DIM * 2;
+        return true;
+    }
+
+    __device__ __forceinline__ void begin_weight(const Layer& layer) {
+        const Matrix of = matrix_of(linear_of(step, linear), step, layer);
+        const Share share = shares[linear_of(step, linear)];
+        at = (const char*)(of.weight + (long long)share.first * of.width), values = nullptr;
+        apart = of.parts == 2 ? 2ll * of.n * of.width : 0;
+        left = share.count * of.width * 2, size = of.rows * of.width * 2;
     }
 };
 

@@ -1,118 +1,165 @@
 // Attention of a step, shared out among blocks by key head and by stretches of the sequence.
 //
-// Cached keys and values come through the ring like weights, for they do not depend on the token either. What stretches
-// have seen is joined in a fixed order, by the block of the first one, which also takes the new token and writes it to
-// the cache for the steps to come.
+// Cached keys and values come through the ring like weights, for they do not depend on the token either. The block of
+// stretch 0 also takes the new token, and writes it to the cache for the steps to come. What stretches have seen is joined
+// in a fixed order by all of a key head's blocks, each for some of the channels.
 // Macro: STRETCH (tokens that are worth a block).
 
-constexpr int PART_WORDS = KV_HEADS * PAIRS * 2;  // of one stretch: sums; and as many: highest score, sum of weights
-
-// What the tokens [start, stop) of the cache are to one block; `stretches` of them make the sequence.
-struct Stretch {
-    int head, number, start, stop;
-};
+constexpr int PART_WORDS = ELEMENTS + 2 * SHARING;  // of a stretch of a key head: sums; highest score, sum of weights
+constexpr int JOINING = 8;                          // lanes that join the stretches of a pair of channels
 
 struct Place {
     int slot, token, position;
 };
 
-__device__ __forceinline__ int stretches_of(const Layer& layer, int position) {
-    return max(1, min((layer.rules.seen(position) + STRETCH - 1) / STRETCH, (int)gridDim.x / KV_HEADS));
-}
+// How a layer's tokens are shared out: `count` stretches of each key head, of `share` tokens.
+struct Spread {
+    int count, share;
 
-__device__ __forceinline__ Stretch stretch_of(const Layer& layer, int position, int stretches, int index) {
-    const int tokens = layer.rules.seen(position), share = (tokens + stretches - 1) / stretches;
-    const int number = index / KV_HEADS, start = position - tokens + min(tokens, number * share);
-    return {index % KV_HEADS, number, start, min(position, start + share)};
-}
+    __device__ __forceinline__ Spread(const Layer& layer, int position) {
+        const int seen = layer.rules.seen(position), most = max(1, (int)gridDim.x / KV_HEADS);
+        count = seen / STRETCH + 1, share = STRETCH;
+        // The quotient's error is far less than a half of one in `most` while tokens number less than a million.
+        if (count > most) count = most, share = (int)__fdividef(seen + 0.5f, most) + 1;
+    }
+};
+
+// The block's stretch of this index, of all key heads'.
+struct Stretch {
+    int head, number;
+    Span span;
+
+    __device__ __forceinline__ Stretch(const Layer& layer, int position, const Spread& spread, int index)
+        : head(index % KV_HEADS), number(index / KV_HEADS),
+          span(span_of(position, layer.rules.seen(position), spread.share, number)) {}
+};
 
 __device__ __forceinline__ long long cached(const Step& step, const Place& place, int head, int token) {
     return place.slot * step.slot_stride + head * step.head_stride + (long long)token * HEAD_DIM;
 }
 
-// q, k and v of a key head, from their words, ready for use.
-__device__ __forceinline__ void fetch_heads(
-    Heads& heads, const u64* words, u32 epoch, const Rules& rules, int head, const Angles& angles) {
-    constexpr int ALL = (SHARING + 2) * HEAD_DIM / 2, OWN = (ALL + THREADS - 1) / THREADS;
-    const auto element = [](int i) { return 2 * ((int)threadIdx.x + i * THREADS); };
-    const auto place = [&](int i) {
-        const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
-        const int row = which < SHARING ? head * SHARING + which : HEADS + (which - SHARING) * KV_HEADS + head;
-        return words + row * HEAD_DIM + d;
-    };
-    receive<OWN>(place, (ALL - (int)threadIdx.x + THREADS - 1) / THREADS, epoch, [&](int i, u32 first, u32 second) {
-        const int which = element(i) / HEAD_DIM, d = element(i) % HEAD_DIM;
-        const float low = __uint_as_float(first), high = __uint_as_float(second);
-        if (which <= SHARING) *(float2*)&heads.raw[which][d] = make_float2(low, high);
-        if (which == SHARING + 1) *(u32*)&heads.fresh[1][d] = packed(low, high);
+// A lane's row of q, k or v, from its words.
+__device__ __forceinline__ void receive_head(float (&own)[LANE_PAIRS][2], const u64* row, u32 epoch) {
+    const int valid = (HEAD_PAIRS - (int)threadIdx.x % WARP + WARP - 1) / WARP;
+    receive<LANE_PAIRS>([&](int i) { return row + 2 * pair_of_lane(i); }, valid, epoch, [&](int i, u32 first, u32 second) {
+        own[i][0] = __uint_as_float(first), own[i][1] = __uint_as_float(second);
     });
-    prepare_heads(heads, rules, angles);
 }
 
-// A pair of channels joined with those of the other stretches; a few are asked for at once.
-__device__ __forceinline__ u32 join_stretches(Found own, const u64* words, int stretches, u32 epoch) {
-    constexpr int BATCH = 8;
-#pragma unroll 1
-    for (int first = 1; first < stretches; first += BATCH) {
-        float data[2 * BATCH][2] = {};
-        const auto place = [&](int i) { return words + (2ll * first + i) * PART_WORDS; };
-        receive<2 * BATCH>(place, 2 * min(BATCH, stretches - first), epoch, [&](int i, u32 low, u32 high) {
-            data[i][0] = __uint_as_float(low), data[i][1] = __uint_as_float(high);
-        });
-        float highest = own.best;
+// What was seen of a pair of channels: the highest score, the sum of weights, and the weighted sums.
+struct Found {
+    float best = NOTHING, total = 0, low = 0, high = 0;
+
+    __device__ __forceinline__ void fade(float highest) {
+        const float by = weight_of(best, highest);
+        best = highest, total *= by, low *= by, high *= by;
+    }
+
+    __device__ __forceinline__ void add(const Found& other) { total += other.total, low += other.low, high += other.high; }
+
+    // In two stretches' words, of which so many are there.
+    __device__ __forceinline__ void receive_two(
+        const u64* sums, const u64* scores, int apart, int there, u32 epoch) {
+        Found two[2];
+        receive<4>([&](int i) { return (i % 2 ? scores : sums) + i / 2 * apart; }, 2 * there, epoch,
+                   [&](int i, u32 first, u32 second) {
+                       const float a = __uint_as_float(first), b = __uint_as_float(second);
+                       if (i % 2) two[i / 2].best = a, two[i / 2].total = b;
+                       else two[i / 2].low = a, two[i / 2].high = b;
+                   });
+        const float highest = fmaxf(best, fmaxf(two[0].best, two[1].best));
+        fade(highest), two[0].fade(highest), two[1].fade(highest);
+        add(two[0]), add(two[1]);
+    }
+
+    // By all of the lanes that join.
+    __device__ __forceinline__ void join() {
+        float highest = best;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (first + i < stretches) highest = fmaxf(highest, data[2 * i + 1][0]);
-        const float faded = weight_of(own.best, highest);
-        own = {highest, own.total * faded, own.low * faded, own.high * faded};
+        for (int apart = 1; apart < JOINING; apart *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, apart));
+        fade(highest);
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float by = first + i < stretches ? weight_of(data[2 * i + 1][0], highest) : 0;
-            own.total = fmaf(by, data[2 * i + 1][1], own.total);
-            own.low = fmaf(by, data[2 * i][0], own.low);
-            own.high = fmaf(by, data[2 * i][1], own.high);
+        for (int apart = 1; apart < JOINING; apart *= 2) {
+            total += __shfl_xor_sync(~0u, total, apart);
+            low += __shfl_xor_sync(~0u, low, apart);
+            high += __shfl_xor_sync(~0u, high, apart);
         }
     }
-    return packed(own.low / own.total, own.high / own.total);
+
+    __device__ __forceinline__ u32 mean() const { return packed(__fdividef(low, total), __fdividef(high, total)); }
+};
+
+// The block's channels, joined over all stretches: its number's pair, and every one so many stretches behind it.
+__device__ __forceinline__ void join_stretches(const Words& to, const Stretch& own, int stretches, u32 epoch) {
+    constexpr int AT_A_TIME = THREADS / JOINING, STRIDE = KV_HEADS * PART_WORDS;
+    const int lane = threadIdx.x % JOINING, behind = threadIdx.x / JOINING;
+    const u64* parts = to.parts() + own.head * PART_WORDS;
+#pragma unroll 1
+    for (int first = own.number + threadIdx.x / WARP * (WARP / JOINING) * stretches; first < PAIRS;
+         first += AT_A_TIME * stretches) {
+        const int pair = first + behind % (WARP / JOINING) * stretches;
+        Found found;
+#pragma unroll 1
+        for (int stretch = 0; stretch < stretches; stretch += 2 * JOINING) {
+            const int left = pair < PAIRS ? stretches - stretch - lane : 0;
+            const u64* words = parts + (long long)(stretch + lane) * STRIDE;
+            found.receive_two(words + 2 * pair, words + ELEMENTS + pair / HEAD_PAIRS * 2, JOINING * STRIDE,
+                              (left > 0) + (left > JOINING), epoch);
+        }
+        found.join();
+        if (pair < PAIRS && lane == 0) put_word(to.attended() + own.head * PAIRS + pair, found.mean(), epoch);
+    }
 }
 
-// What a block found, to the words of attention's outputs, or to those of its stretch.
+// What the block has seen: to the words of attention's outputs, where that is all; or to those of its stretch.
 __device__ __forceinline__ void publish(
     const Heads& heads, const Mixed& mixed, const Words& to, const Stretch& own, int stretches, u32 epoch) {
+    if (stretches == 1) {
 #pragma unroll 1
-    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
-        const Found found = Found::of_warps(heads, mixed, pair);
-        u64* words = to.parts() + (own.head * PAIRS + pair) * 2;
-        if (own.number) {
-            words += 2ll * own.number * PART_WORDS;
-            put_word(words, __float_as_uint(found.low), epoch);
-            put_word(words + 1, __float_as_uint(found.high), epoch);
-            put_word(words + PART_WORDS, __float_as_uint(found.best), epoch);
-            put_word(words + PART_WORDS + 1, __float_as_uint(found.total), epoch);
-        } else {
-            const u32 both = join_stretches(found, words, stretches, epoch);
-            put_word(to.attended() + own.head * PAIRS + pair, both, epoch);
+        for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
+            const float total = total_of_warps(heads, pair / HEAD_PAIRS);
+            const Found found = {0, total, sum_of_warps(mixed, 2 * pair), sum_of_warps(mixed, 2 * pair + 1)};
+            put_word(to.attended() + own.head * PAIRS + pair, found.mean(), epoch);
         }
+        return;
     }
+    u64* part = to.parts() + (own.number * KV_HEADS + own.head) * PART_WORDS;
+#pragma unroll 1
+    for (int element = threadIdx.x; element < ELEMENTS; element += THREADS)
+        put_word(part + element, __float_as_uint(sum_of_warps(mixed, element)), epoch);
+    const int head = THREADS - 1 - threadIdx.x;
+    if (head < SHARING) {
+        put_word(part + ELEMENTS + 2 * head, __float_as_uint(heads.highest[head]), epoch);
+        put_word(part + ELEMENTS + 2 * head + 1, __float_as_uint(total_of_warps(heads, head)), epoch);
+    }
+    join_stretches(to, own, stretches, epoch);
 }
 
 // This block's part of a layer's attention, from the words of q, k and v to the words of its outputs, in pairs.
 __device__ __forceinline__ void attend(
     Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Step& step, const Words& words, const Layer& layer,
     const Place& place, u32 epoch) {
-    const int stretches = stretches_of(layer, place.position);
-    if (blockIdx.x >= KV_HEADS * stretches) return;
+    const Spread spread(layer, place.position);
+    if (blockIdx.x >= KV_HEADS * spread.count) return;
     const Angles angles(layer.rules, place.position);
 #pragma unroll 1
-    for (int index = blockIdx.x; index < KV_HEADS * stretches; index += gridDim.x) {
-        const Stretch own = stretch_of(layer, place.position, stretches, index);
-        fetch_heads(heads, words.qkv(), epoch, layer.rules, own.head, angles);
-        attend_stretch(ring, at, heads, mixed, layer.rules, own.stop - own.start, own.number == 0);
-        publish(heads, mixed, words, own, stretches, epoch);
+    for (int index = blockIdx.x; index < KV_HEADS * spread.count; index += gridDim.x) {
+        const Stretch own(layer, place.position, spread, index);
+        const bool fresh = own.number == 0;
+        timed(ring, FOR_WORDS, [&] {
+            prepare_heads(heads, layer.rules, angles, own.head, fresh, [&](int row, float (&pairs)[LANE_PAIRS][2]) {
+                receive_head(pairs, words.qkv() + row * HEAD_DIM, epoch);
+            });
+        });
+        attend_tokens(ring, at, heads, mixed, layer.rules, own.span.stop - own.span.start, fresh);
+        publish(heads, mixed, words, own, spread.count, epoch);
         const long long here = cached(step, place, own.head, place.position);
 #pragma unroll 1
-        for (int d = threadIdx.x; own.number == 0 && d < HEAD_DIM; d += THREADS)
-            layer.keys[here + d] = heads.fresh[0][d], layer.values[here + d] = heads.fresh[1][d];
+        for (int i = threadIdx.x; fresh && i < HEAD_DIM; i += THREADS) {
+            const bool key = i < HEAD_PAIRS;
+            u32* to = (u32*)((key ? layer.keys : layer.values) + here);
+            to[i % HEAD_PAIRS] = ((const u32*)(key ? heads.new_key() : heads.new_value()))[i % HEAD_PAIRS];
+        }
         sync_consumers();
     }
 }

@@ -81,8 +81,8 @@ def test_a_row_does_not_depend_on_its_company():
     ("planted", "seen"),
     [
         (("    release(&ring.empty[at.slot]);", ""), "hangs"),
-        (("float found[4][PAIRS]", "float found[3][PAIRS]"), "indexes outside of an array"),
-        (("min(TOKENS, place.stop - token)", "TOKENS"), "reads other tokens"),
+        (("float sums[ELEMENTS],", "float sums[ELEMENTS - 1],"), "indexes outside of an array"),
+        (("min(TOKENS, place.span.stop - token)", "TOKENS"), "reads other tokens"),
     ],
 )
 def test_what_a_gpu_would_not_forgive_is_seen(planted, seen):
@@ -104,7 +104,7 @@ def test_a_cache_that_is_read_too_early_is_seen():
     "planted",
     [
         ("for (int split = 0; split < SPLITS; split++) {", "for (int split = 0; split < SPLITS - 1; split++) {"),
-        ("place.start, place.split == 0)", "place.start, false)"),  # the new token
+        ("place.span.start, fresh)", "place.span.start, false)"),  # the new token
         ("weight_of(best[split], highest)", "1"),
     ],
 )

@@ -72,9 +72,10 @@ TURNED = Case(
 SPREAD = Case(
     "granite",
     {"hidden_size": 16, "intermediate_size": 576, "num_key_value_heads": 1, "num_attention_heads": 1, "head_dim": 8},
+    lengths=(0, 7, 41, 95),
     columns=64,
-    blocks=14,
-    stretch=8,
+    blocks=18,
+    stretch=5,
 )
 PLAIN = Case("arcee", {"mlp_bias": True, "intermediate_size": 160}, columns=96, dtype=torch.float16, folded=True)
 CASES = GROUPED, SINGLE, CAPPED, TURNED, SPREAD, PLAIN
@@ -269,7 +270,8 @@ def test_a_spare_slot_does_not_grow_and_nan_has_a_token(monkeypatch):
     assert lengths.tolist() == [3, 0]
 
 
-WEIGHTS = "float weights[WARPS][2 * AT_ONCE][AT_ONCE]", "float weights[WARPS][AT_ONCE][AT_ONCE]"
+WEIGHTS = "float weights[WARPS][AT_ONCE][MOST_SHARING]", "float weights[WARPS][AT_ONCE / 2][MOST_SHARING]"
+AWAIT = "const u16* keys = cached ? (const u16*)await(ring, at) : heads.new_key();"
 
 
 @pytest.mark.parametrize(
@@ -281,13 +283,15 @@ WEIGHTS = "float weights[WARPS][2 * AT_ONCE][AT_ONCE]", "float weights[WARPS][AT
             GROUPED,
             95,
             [
-                ("*)await(ring, at);\n#pragma", "*)await(ring, at);\nrelease(&ring.empty[at.slot]);\n#pragma"),
-                ("        done(ring, at, read)", "        at.advance()"),
+                (AWAIT, AWAIT + " if (cached) release(&ring.empty[at.slot]);"),
+                ("            done(ring, at, read)", "            at.advance()"),
             ],
             id="a slot is released too early",
         ),
         pytest.param(TURNED, 0, [("sum, 10)", "sum, 9)")], id="a wrong lane's sum"),
         pytest.param(GROUPED, 95, [("keys + SLOT / 4", "keys")], id="keys for values"),
+        pytest.param(SPREAD, 41, [("share = STRETCH;", "share = STRETCH - 1;")], id="stretches that leave a token out"),
+        pytest.param(SPREAD, 41, [("(left > 0) + (left > JOINING)", "left > 0")], id="a stretch that is not joined"),
     ],
 )
 def test_a_wrong_step_is_seen(case, length, planted, monkeypatch):
