@@ -12,8 +12,9 @@ constexpr int HEAD_BLOCKS = (HEAD_DIM + CHANNELS - 1) / CHANNELS;  // of them, o
 constexpr int HEAD_PAIRS = HEAD_DIM / 2;                           // of channels
 constexpr int LANE_PAIRS = (HEAD_PAIRS + WARP - 1) / WARP;         // of them, of a lane where a warp has one head
 constexpr int TOKENS = SLOT / 4 / HEAD_DIM;                        // of which a slot holds keys and values
-constexpr int AT_ONCE = 16;                                        // tokens of a warp
+constexpr int AT_ONCE = 16, TOGETHER = 4;                          // tokens of a warp; of which values are mixed together
 constexpr int ELEMENTS = SHARING * HEAD_DIM, PAIRS = ELEMENTS / 2;  // of the outputs of a key head
+constexpr float LOG2_E = 1.44269504f;
 #define NOTHING __int_as_float(0xFF800000)  // minus infinity: the score of what is not there
 static_assert(HEAD_DIM % EIGHT == 0 && HEADS % KV_HEADS == 0 && TOKENS > 0 && SHARING <= MOST_SHARING, "does not fit");
 
@@ -115,8 +116,9 @@ __device__ __forceinline__ void prepare_heads(
     sync_consumers();
 }
 
+// Scores are logarithms to the base of two.
 __device__ __forceinline__ float weight_of(float score, float best) {
-    return __expf(score - (best == NOTHING ? 0 : best));  // 0 where nothing was seen
+    return exp2_of(score - (best == NOTHING ? 0 : best));  // 0 where nothing was seen
 }
 
 // This lane's pairs of channels that follow each other, of a head's values or sums. Lanes beyond its end have its last.
@@ -184,8 +186,8 @@ __device__ __forceinline__ void score(
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float one = (c[0][i] + c[1][i]) * rules.scale;
-        if (CAPPED) one = rules.softcap * tanhf(one / rules.softcap);
+        float one = (c[0][i] + c[1][i]) * (CAPPED ? rules.scale : rules.scale * LOG2_E);
+        if (CAPPED) one = rules.softcap * LOG2_E * tanhf(one / rules.softcap);
         scores[i / 2][i % 2] = row + i / 2 * EIGHT < own.mine ? one : NOTHING;
     }
 }
@@ -203,9 +205,10 @@ __device__ __forceinline__ void weigh(Heads& heads, Seen& seen, float (&scores)[
     float faded[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float highest = seen.best[i];
+        float best[WARPS], highest = seen.best[i];
+        load_floats(best, heads.best[parity][head + i]);
 #pragma unroll
-        for (int other = 0; other < WARPS; other++) highest = fmaxf(highest, heads.best[parity][head + i][other]);
+        for (int other = 0; other < WARPS; other++) highest = fmaxf(highest, best[other]);
         faded[i] = weight_of(seen.best[i], highest), seen.best[i] = highest;
         scores[0][i] = weight_of(scores[0][i], highest), scores[1][i] = weight_of(scores[1][i], highest);
         seen.total[i] = (again ? seen.total[i] * faded[i] : 0) + scores[0][i] + scores[1][i];
@@ -217,16 +220,27 @@ __device__ __forceinline__ void weigh(Heads& heads, Seen& seen, float (&scores)[
     __syncwarp();
 }
 
-// A token's values, mixed into those so far.
-__device__ __forceinline__ void mix(Seen& seen, const float (&weights)[MOST_SHARING], const u16* value) {
-    const Values values = *(const Values*)((const u32*)value + Values::first());
+// Values of tokens that follow each other, mixed into those so far: of rows in the cache while those last, then of the row
+// behind them. What is not there weighs nothing.
+__device__ __forceinline__ void mix(
+    Seen& seen, const float (*weights)[MOST_SHARING], const u16* cached, int left, const u16* behind) {
+    Values values[TOGETHER];
+    float by[TOGETHER][SHARING > 4 ? MOST_SHARING : 4];
 #pragma unroll
-    for (int i = 0; i < LANE_PAIRS; i++) {
-        const float low = low_of(values.pairs[i]), high = high_of(values.pairs[i]);
+    for (int i = 0; i < TOGETHER; i++) {  // all loads first: they take time
+        const u16* row = i < left ? cached + i * HEAD_DIM : behind;
+        values[i] = *(const Values*)((const u32*)row + Values::first());
+        load_floats(by[i], weights[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < TOGETHER * LANE_PAIRS; i++) {
+        const u32 pair = values[i / LANE_PAIRS].pairs[i % LANE_PAIRS];
+        const float low = low_of(pair), high = high_of(pair);
 #pragma unroll
         for (int g = 0; g < SHARING; g++) {
-            seen.mixed[g][i][0] = fmaf(weights[g], low, seen.mixed[g][i][0]);
-            seen.mixed[g][i][1] = fmaf(weights[g], high, seen.mixed[g][i][1]);
+            float(&mixed)[2] = seen.mixed[g][i % LANE_PAIRS];
+            mixed[0] = fmaf(by[i / LANE_PAIRS][g], low, mixed[0]);
+            mixed[1] = fmaf(by[i / LANE_PAIRS][g], high, mixed[1]);
         }
     }
 }
@@ -235,25 +249,22 @@ __device__ __forceinline__ void mix(Seen& seen, const float (&weights)[MOST_SHAR
 __device__ __forceinline__ void see(
     Heads& heads, Seen& seen, const uint4 (&q)[HEAD_BLOCKS], const Tokens& tokens, int parity, bool again,
     const Rules& rules) {
-    constexpr int UNROLLED = 4;
     const Own own(tokens.count);
     float scores[2][2];
     score(scores, heads, q, tokens, own, rules);
     weigh(heads, seen, scores, parity, again);
-    const auto& weights = heads.weights[threadIdx.x / WARP];
+    const float(*weights)[MOST_SHARING] = heads.weights[threadIdx.x / WARP];
 #pragma unroll
     for (int i = 0; again && i < SHARING * LANE_PAIRS; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
             seen.mixed[i / LANE_PAIRS][i % LANE_PAIRS][half] *= heads.faded[threadIdx.x / WARP][i / LANE_PAIRS];
-    const int cached = max(0, min(own.mine, tokens.cached - own.first));
+    const int left = tokens.cached - own.first;
     const u16* values = tokens.values + own.first * HEAD_DIM;
+    const u16* behind = tokens.count > tokens.cached ? heads.new_value() : values + (left - 1) * HEAD_DIM;
 #pragma unroll 1
-    for (int token = 0; token < cached; token += UNROLLED)
-#pragma unroll
-        for (int i = 0; i < UNROLLED; i++)
-            if (i == 0 || token + i < cached) mix(seen, weights[token + i], values + (token + i) * HEAD_DIM);
-    if (cached < own.mine) mix(seen, weights[own.mine - 1], heads.new_value());
+    for (int token = 0; token < own.mine; token += TOGETHER)
+        mix(seen, weights + token, values + token * HEAD_DIM, left - token, behind);
 }
 
 // What was seen by this block of one key head and `tokens` that come through the ring and, where it is `fresh` to the
@@ -303,12 +314,7 @@ __device__ __forceinline__ void attend_tokens(
 }
 
 // The weights of a head.
-__device__ __forceinline__ float total_of_warps(const Heads& heads, int head) {
-    float sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) sum += heads.total[head][warp];
-    return sum;
-}
+__device__ __forceinline__ float total_of_warps(const Heads& heads, int head) { return sum_of(heads.total[head]); }
 
 // The weighted values of a channel.
 __device__ __forceinline__ float sum_of_warps(const Mixed& mixed, int element) {

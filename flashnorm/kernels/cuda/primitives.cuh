@@ -171,6 +171,35 @@ __device__ __forceinline__ float high_of(u32 pair) {
     return IS_BF16 ? __uint_as_float(pair & 0xFFFF0000) : widened(pair >> 16);
 }
 
+// 2 to this power; 0 where that is no normal number.
+__device__ __forceinline__ float exp2_of(float power) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(power));
+    return value;
+}
+
+// Floats of shared memory that follow each other, where there are at least four from a multiple of 16 bytes on.
+template <int COUNT>
+__device__ __forceinline__ void load_floats(float (&to)[COUNT], const float* from) {
+    constexpr int FOURS = COUNT % 4 ? 0 : COUNT;
+#pragma unroll
+    for (int i = 0; i < FOURS; i += 4) {
+        const float4 four = *(const float4*)(from + i);
+        to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+    }
+#pragma unroll
+    for (int i = FOURS; i < COUNT; i++) to[i] = from[i];
+}
+
+template <int COUNT>
+__device__ __forceinline__ float sum_of(const float (&from)[COUNT]) {
+    float own[COUNT], sum = 0;
+    load_floats(own, from);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sum += own[i];
+    return sum;
+}
+
 __device__ __forceinline__ float add_squares(u32 pair, float sum) {
     return fmaf(high_of(pair), high_of(pair), fmaf(low_of(pair), low_of(pair), sum));
 }

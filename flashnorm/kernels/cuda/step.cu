@@ -80,10 +80,7 @@ struct Consumer {
 
     // 1/RMS of the vector whose squares' sums the warps have left, once all have.
     __device__ __forceinline__ float inverse_rms(float eps) const {
-        float squares = 0;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) squares += shared.sums.squares[parity][warp];
-        return rsqrtf(squares / HIDDEN + eps);
+        return rsqrtf(sum_of(shared.sums.squares[parity]) / HIDDEN + eps);
     }
 
     // x += multiplier · post(branch), rounded to the model's dtype.
@@ -174,9 +171,9 @@ struct Consumer {
     }
 
     // All of this block's outputs of a linear.
-    __device__ __forceinline__ void apply(Linear linear, const Matrix& of, const float* bias, u32 epoch) {
+    __device__ __forceinline__ void apply(
+        Linear linear, const Matrix& of, const Share& share, const float* bias, u32 epoch) {
         const int output = threadIdx.x / WARPS, warp = threadIdx.x % WARPS;  // whose sums this thread adds up
-        const Share share = shared.shares[linear];
 #pragma unroll 1
         for (int begun = 0; begun < share.count; begun += GROUP, buffer ^= 1) {
             auto& sums = shared.sums.rows[buffer];
@@ -212,20 +209,22 @@ struct Consumer {
         fetch_layer(0);
         sync_consumers();
         u32 joined = epoch;
+        Attending attending(shared.layers[0], place.position);
 #pragma unroll 1
         for (int i = 0; i <= 4 * step.layers; i++) {
             const Linear linear = linear_of(step, i);
             const Layer &layer = shared.layers[i / 4 % 2], &before = shared.layers[i / 4 % 2 ^ 1];
             if (linear == TO_QKV) epoch++;
             const Matrix of = matrix_of(linear, step, layer);
-            const float* bias = bias_of(linear, layer);  // before the wait, like all that can be
+            const Share share = shared.shares[linear];  // like the bias before the wait, where nobody waits for it
+            const float* bias = bias_of(linear, layer);
             // A block without outputs of a linear must not wait for its inputs: nobody waits for such a block, and the
             // words could be those of the next layer when it comes.
             if (linear == FROM_ATTENTION) {
-                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, epoch);
-                if (shared.shares[FROM_ATTENTION].count) take_pairs<ATTENDED>(words.attended(), epoch);
+                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, attending, epoch);
+                if (share.count) take_pairs<ATTENDED>(words.attended(), epoch);
             } else if (linear == DOWN) {
-                if (shared.shares[DOWN].count) take_pairs<INNER>(words.inner(), epoch);
+                if (share.count) take_pairs<INNER>(words.inner(), epoch);
             } else {
                 if (i) join(linear == UP ? words.attention() : words.mlp(), joined,
                             linear == UP ? layer.attention_post : before.mlp_post);
@@ -233,7 +232,7 @@ struct Consumer {
                 take_residual(linear == TO_QKV ? layer.attention : linear == UP ? layer.mlp : step.head_norm);
             }
             joined = epoch;
-            apply(linear, of, bias, epoch);
+            apply(linear, of, share, bias, epoch);
         }
         if (!step.following) return;
 #pragma unroll

@@ -46,68 +46,73 @@ __device__ __forceinline__ void receive_head(float (&own)[LANE_PAIRS][2], const 
     });
 }
 
-// What was seen of a pair of channels: the highest score, the sum of weights, and the weighted sums.
-struct Found {
-    float best = NOTHING, total = 0, low = 0, high = 0;
-
-    __device__ __forceinline__ void fade(float highest) {
-        const float by = weight_of(best, highest);
-        best = highest, total *= by, low *= by, high *= by;
-    }
-
-    __device__ __forceinline__ void add(const Found& other) { total += other.total, low += other.low, high += other.high; }
-
-    // In two stretches' words, of which so many are there.
-    __device__ __forceinline__ void receive_two(
-        const u64* sums, const u64* scores, int apart, int there, u32 epoch) {
-        Found two[2];
-        receive<4>([&](int i) { return (i % 2 ? scores : sums) + i / 2 * apart; }, 2 * there, epoch,
-                   [&](int i, u32 first, u32 second) {
-                       const float a = __uint_as_float(first), b = __uint_as_float(second);
-                       if (i % 2) two[i / 2].best = a, two[i / 2].total = b;
-                       else two[i / 2].low = a, two[i / 2].high = b;
-                   });
-        const float highest = fmaxf(best, fmaxf(two[0].best, two[1].best));
-        fade(highest), two[0].fade(highest), two[1].fade(highest);
-        add(two[0]), add(two[1]);
-    }
-
-    // By all of the lanes that join.
-    __device__ __forceinline__ void join() {
-        float highest = best;
-#pragma unroll
-        for (int apart = 1; apart < JOINING; apart *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, apart));
-        fade(highest);
-#pragma unroll
-        for (int apart = 1; apart < JOINING; apart *= 2) {
-            total += __shfl_xor_sync(~0u, total, apart);
-            low += __shfl_xor_sync(~0u, low, apart);
-            high += __shfl_xor_sync(~0u, high, apart);
-        }
-    }
+// A pair of channels: the sum of weights, and the weighted sums.
+struct Averaged {
+    float total, low, high;
 
     __device__ __forceinline__ u32 mean() const { return packed(__fdividef(low, total), __fdividef(high, total)); }
+};
+
+// What a lane has received of a pair of channels, of two stretches at a time; joined by all of the lanes that join.
+struct Joining {
+    float highest = NOTHING;  // of all lanes
+    Averaged sums = {};          // of this one
+
+    __device__ __forceinline__ void add(float best, const Averaged& more) {
+        const float by = weight_of(best, highest);
+        sums = {fmaf(by, more.total, sums.total), fmaf(by, more.low, sums.low), fmaf(by, more.high, sums.high)};
+    }
+
+    // `again`: some have been received before.
+    __device__ __forceinline__ void receive_two(
+        const u64* pairs, const u64* scores, int apart, int there, bool again, u32 epoch) {
+        float best[2] = {NOTHING, NOTHING};
+        Averaged two[2] = {};
+        receive<4>([&](int i) { return (i % 2 ? scores : pairs) + i / 2 * apart; }, 2 * there, epoch,
+                   [&](int i, u32 first, u32 second) {
+                       const float a = __uint_as_float(first), b = __uint_as_float(second);
+                       if (i % 2) best[i / 2] = a, two[i / 2].total = b;
+                       else two[i / 2].low = a, two[i / 2].high = b;
+                   });
+        const float before = highest;
+        highest = fmaxf(highest, fmaxf(best[0], best[1]));
+#pragma unroll
+        for (int apart = 1; apart < JOINING; apart *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, apart));
+        const Averaged old = sums;
+        sums = {};
+        if (again) add(before, old);
+        add(best[0], two[0]), add(best[1], two[1]);
+    }
+
+    __device__ __forceinline__ void join() {
+#pragma unroll
+        for (int apart = 1; apart < JOINING; apart *= 2) {
+            sums.total += __shfl_xor_sync(~0u, sums.total, apart);
+            sums.low += __shfl_xor_sync(~0u, sums.low, apart);
+            sums.high += __shfl_xor_sync(~0u, sums.high, apart);
+        }
+    }
 };
 
 // The block's channels, joined over all stretches: its number's pair, and every one so many stretches behind it.
 __device__ __forceinline__ void join_stretches(const Words& to, const Stretch& own, int stretches, u32 epoch) {
     constexpr int AT_A_TIME = THREADS / JOINING, STRIDE = KV_HEADS * PART_WORDS;
     const int lane = threadIdx.x % JOINING, behind = threadIdx.x / JOINING;
-    const u64* parts = to.parts() + own.head * PART_WORDS;
+    const u64* parts = to.parts() + own.head * PART_WORDS + lane * STRIDE;
 #pragma unroll 1
     for (int first = own.number + threadIdx.x / WARP * (WARP / JOINING) * stretches; first < PAIRS;
          first += AT_A_TIME * stretches) {
         const int pair = first + behind % (WARP / JOINING) * stretches;
-        Found found;
+        Joining joining;
 #pragma unroll 1
         for (int stretch = 0; stretch < stretches; stretch += 2 * JOINING) {
             const int left = pair < PAIRS ? stretches - stretch - lane : 0;
-            const u64* words = parts + (long long)(stretch + lane) * STRIDE;
-            found.receive_two(words + 2 * pair, words + ELEMENTS + pair / HEAD_PAIRS * 2, JOINING * STRIDE,
-                              (left > 0) + (left > JOINING), epoch);
+            const u64* words = parts + stretch * STRIDE;
+            joining.receive_two(words + 2 * pair, words + ELEMENTS + pair / HEAD_PAIRS * 2, JOINING * STRIDE,
+                                (left > 0) + (left > JOINING), stretch > 0, epoch);
         }
-        found.join();
-        if (pair < PAIRS && lane == 0) put_word(to.attended() + own.head * PAIRS + pair, found.mean(), epoch);
+        joining.join();
+        if (pair < PAIRS && lane == 0) put_word(to.attended() + own.head * PAIRS + pair, joining.sums.mean(), epoch);
     }
 }
 
@@ -118,8 +123,8 @@ __device__ __forceinline__ void publish(
 #pragma unroll 1
         for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
             const float total = total_of_warps(heads, pair / HEAD_PAIRS);
-            const Found found = {0, total, sum_of_warps(mixed, 2 * pair), sum_of_warps(mixed, 2 * pair + 1)};
-            put_word(to.attended() + own.head * PAIRS + pair, found.mean(), epoch);
+            const Averaged sums = {total, sum_of_warps(mixed, 2 * pair), sum_of_warps(mixed, 2 * pair + 1)};
+            put_word(to.attended() + own.head * PAIRS + pair, sums.mean(), epoch);
         }
         return;
     }
@@ -135,19 +140,36 @@ __device__ __forceinline__ void publish(
     join_stretches(to, own, stretches, epoch);
 }
 
+// What a block has to know of its part in a layer's attention. Most layers are like the one before.
+struct Attending {
+    int window;
+    const float* cos;
+    Spread spread;
+    Stretch first;
+    Angles angles;
+
+    __device__ __forceinline__ Attending(const Layer& layer, int position)
+        : window(layer.rules.window), cos(layer.rules.cos), spread(layer, position),
+          first(layer, position, spread, blockIdx.x), angles(layer.rules, position) {}
+
+    __device__ __forceinline__ void follow(const Layer& layer, int position) {
+        if (layer.rules.window != window || layer.rules.cos != cos) *this = Attending(layer, position);
+    }
+};
+
 // This block's part of a layer's attention, from the words of q, k and v to the words of its outputs, in pairs.
 __device__ __forceinline__ void attend(
     Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Step& step, const Words& words, const Layer& layer,
-    const Place& place, u32 epoch) {
-    const Spread spread(layer, place.position);
-    if (blockIdx.x >= KV_HEADS * spread.count) return;
-    const Angles angles(layer.rules, place.position);
+    const Place& place, Attending& attending, u32 epoch) {
+    attending.follow(layer, place.position);
+    const Spread spread = attending.spread;
 #pragma unroll 1
     for (int index = blockIdx.x; index < KV_HEADS * spread.count; index += gridDim.x) {
-        const Stretch own(layer, place.position, spread, index);
+        const bool first = index == blockIdx.x;
+        const Stretch own = first ? attending.first : Stretch(layer, place.position, spread, index);
         const bool fresh = own.number == 0;
         timed(ring, FOR_WORDS, [&] {
-            prepare_heads(heads, layer.rules, angles, own.head, fresh, [&](int row, float (&pairs)[LANE_PAIRS][2]) {
+            prepare_heads(heads, layer.rules, attending.angles, own.head, fresh, [&](int row, float (&pairs)[LANE_PAIRS][2]) {
                 receive_head(pairs, words.qkv() + row * HEAD_DIM, epoch);
             });
         });

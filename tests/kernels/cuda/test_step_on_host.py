@@ -304,7 +304,7 @@ def test_a_wrong_step_is_seen(case, length, planted, monkeypatch):
     ("planted", "seen"),
     [
         (WEIGHTS, "indexes outside of an array"),
-        (("if (shared.shares[DOWN].count) take", "sync_consumers(); if (threadIdx.x) take"), "hangs"),
+        (("if (share.count) take_pairs<INNER>", "sync_consumers(); if (threadIdx.x) take_pairs<INNER>"), "hangs"),
     ],
 )
 def test_what_a_gpu_would_not_forgive_is_seen(planted, seen, monkeypatch):

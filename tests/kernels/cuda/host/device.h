@@ -29,6 +29,7 @@ using turns::fault;
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -283,6 +284,7 @@ inline float __uint_as_float(u32 bits) { return same_bits<float>(bits); }
 inline float __int_as_float(int bits) { return same_bits<float>(bits); }
 inline float rsqrtf(float value) { return 1 / sqrtf(value); }
 inline float __expf(float value) { return expf(value); }
+inline float exp2_of(float value) { return exp2f(value); }
 inline float __fdividef(float of, float by) { return of / by; }
 inline u32 __cvta_generic_to_shared(const void* shared) { return (u32)(u64)shared; }
 
