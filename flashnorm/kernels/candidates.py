@@ -87,19 +87,7 @@ def _tma_gemm(m: int, k: int, n: int, gated: bool) -> Iterator[TmaGemm]:
                 continue
             for group, prefetch in ((8, 0), (16, 0)) if m > 256 else ((8, 0), (8, 4)):
                 for rows in (8,) if norm == "inside" else (4, 8) if m <= 256 else (8, 32):
-                    config = TmaGemm(block_m, block_n, consumers, stages, norm, beside, group, prefetch, rows)
-                    yield config
-                    if rows == 8 and _shares_x(config, m, count):
-                        yield replace(config, cluster=2)
-
-
-def _shares_x(config: TmaGemm, m: int, tiles: int) -> bool:
-    """Whether two blocks may well share x: it is at least half of what a step reads, and that an odd column of tiles
-    gets a neighbour outside of the output makes no wave more."""
-    rows, free = -(-m // config.block_m), MULTIPROCESSORS - config.beside
-    columns = tiles // rows
-    waves, of_pairs = (-(-rows * count // free) for count in (columns, columns + columns % 2))
-    return config.norm == "beside" and config.block_n <= config.block_m <= m <= 1024 and waves == of_pairs
+                    yield TmaGemm(block_m, block_n, consumers, stages, norm, beside, group, prefetch, rows)
 
 
 def _deepest(tile: TmaGemm, gated: bool) -> int:

@@ -87,8 +87,7 @@ class TmaGemm:
     """Tile of y; consuming warpgroups, which share the tile's rows; pipeline depth; where the norm is taken: "inside"
     the multiplication, in so many blocks "beside" it, or nowhere ("none", a bare matmul);
     tiles of rows per group; steps of W asked into the L2 before the wait; rows of x that a warp beside the tiles reads
-    at once (4 to 32); blocks (1 or 2) that share the tile of x of neighbouring tiles of y: each loads its part of it
-    for all, and the blocks "beside" are a multiple of them."""
+    at once (4 to 32)."""
 
     block_m: int = 128
     block_n: int = 192
@@ -99,7 +98,6 @@ class TmaGemm:
     group: int = 8
     prefetch: int = 0
     rows: int = 8
-    cluster: int = 1
 
 
 @dataclass(frozen=True)

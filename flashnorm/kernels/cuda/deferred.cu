@@ -11,8 +11,6 @@
 //                      BESIDE: the grid's first blocks, on multiprocessors that the tiles leave idle, take 1/RMS of
 //                      every row; the others wait for a tile's rows only before its scale
 //   ROWS               rows of x that a warp beside reads at once
-//   CLUSTER            blocks, 1 or 2, that take neighbouring tiles of the same rows at the same time: each loads its
-//                      part of the rows of x for all of them, so that x leaves the L2 once for the whole cluster
 //   GATED, ACTIVATION  out = act(gate) ⊙ up, where W holds the rows of gate, then those of up
 //   HALF, IS_BF16, wgmma(...)   the element type, and the instruction for BLOCK_N (see wgmma.py)
 
@@ -23,8 +21,8 @@ struct Problem {
     float eps;
     int group;     // tiles of rows that are walked together, for the L2 cache
     int prefetch;  // steps of W asked into the L2 before the wait for the kernel before this one
-    int x_rows;    // of one load of x: BLOCK_M, or M where that is less; in a cluster a block's part of BLOCK_M
-    int beside;    // blocks that take 1/RMS, before those that multiply; whole clusters
+    int x_rows;    // of one load of x: BLOCK_M, or M where that is less
+    int beside;    // blocks that take 1/RMS, before those that multiply
     // With BESIDE: (M,) for 1/RMS, and counters that are zero before and after each launch: rows whose scale is there,
     // one counter for each `span` rows, a multiple of BLOCK_M; and blocks that have fetched all they need.
     float* scale;
@@ -34,7 +32,6 @@ struct Problem {
 
 constexpr int BLOCK_K = 64, ROW_BYTES = 2 * BLOCK_K;
 constexpr int X_BYTES = BLOCK_M * ROW_BYTES, W_BYTES = BLOCK_N * ROW_BYTES;
-static_assert(CLUSTER == 1 || BLOCK_M / CLUSTER % 8 == 0, "a part of x that would break the swizzle");
 constexpr int SLABS = BLOCK_M / CONSUMERS / 64;  // of 64 rows, the height of a wgmma, for each consumer
 constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;
 // Columns of out that are staged and stored together, as wide as a swizzle pattern allows.
@@ -63,18 +60,14 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ int rank_in_cluster() { return blockIdx.x % CLUSTER; }
-
-// A block's tiles, one after another; producer and consumers walk them in the same order. The blocks of a cluster walk
-// together, through as many columns of tiles at once, because each needs what the others load. The last columns may lie
-// outside of out: such a tile's W comes as zeros, or as what else W holds there, and nothing of it is stored.
+// A block's tiles, one after another; producer and consumers walk them in the same order.
 struct Tiles {
-    int rows, columns, group, stride, index, row, column;  // `columns`: of a cluster's width
+    int rows, columns, group, stride, index, row, column;
 
-    __device__ Tiles(const Problem& problem) : group(problem.group), index((blockIdx.x - problem.beside) / CLUSTER) {
+    __device__ Tiles(const Problem& problem) : group(problem.group), index(blockIdx.x - problem.beside) {
         rows = (problem.M + BLOCK_M - 1) / BLOCK_M;
-        columns = (problem.N + CLUSTER * OUT_N - 1) / (CLUSTER * OUT_N);
-        stride = (gridDim.x - problem.beside) / CLUSTER;
+        columns = (problem.N + OUT_N - 1) / OUT_N;
+        stride = gridDim.x - problem.beside;
         place();
     }
     __device__ __forceinline__ bool left() const { return index < rows * columns; }
@@ -82,7 +75,7 @@ struct Tiles {
     __device__ __forceinline__ void place() {
         const int first = index / (group * columns) * group, height = min(rows - first, group);
         row = (first + index % (group * columns) % height) * BLOCK_M;
-        column = (index % (group * columns) / height * CLUSTER + rank_in_cluster()) * OUT_N;
+        column = index % (group * columns) / height * OUT_N;
     }
 };
 
@@ -90,28 +83,9 @@ __device__ __forceinline__ float inverse_rms(float squares, const Problem& probl
     return rsqrtf(squares / problem.K + problem.eps);
 }
 
-// To the producer; in a cluster to the neighbours' too, which load x into this block's slot as well: a lane for each.
-__device__ __forceinline__ void release_slot(u64* empty) {
-    const u32 lane = threadIdx.x % WARP;
-    if (CLUSTER == 1)
-        release(empty);
-    else if (lane < CLUSTER)
-        barrier_arrive_at(empty, lane);
-}
-
 __device__ __forceinline__ int steps_of(const Problem& problem) { return (problem.K + BLOCK_K - 1) / BLOCK_K; }
 
 // ---- The producer -------------------------------------------------------------------------------------------------
-
-// In a cluster only this block's rows of the tile, to all blocks. The neighbours' may come before this block expects
-// them: the phase waits for its arrival, and the count of bytes may be below zero until then.
-__device__ __forceinline__ void load_x(char* tile, const TensorMap* x, int k, int row, u64* full) {
-    const int first = rank_in_cluster() * (BLOCK_M / CLUSTER);
-    if (CLUSTER == 1)
-        load_tile(tile, x, k, row, full);
-    else
-        load_tile_to_cluster<CLUSTER>(tile + first * ROW_BYTES, x, k, row + first, full);
-}
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, const TensorMap* w,
                                         const Problem& problem) {
@@ -129,15 +103,12 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, cons
         for (int step = 0; step < steps; step++, ring.step()) {
             u64* full = &shared.full[ring.slot];
             barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
-            barrier_expect(full, CLUSTER * problem.x_rows * ROW_BYTES + W_BYTES);
-            load_x(shared.x[ring.slot], x, step * BLOCK_K, tiles.row, full);
+            barrier_expect(full, problem.x_rows * ROW_BYTES + W_BYTES);
+            load_tile(shared.x[ring.slot], x, step * BLOCK_K, tiles.row, full);
             load_tile(shared.w[ring.slot], w, step * BLOCK_K, tiles.column, full);
             if (GATED)
                 load_tile(shared.w[ring.slot] + W_BYTES / 2, w, step * BLOCK_K, problem.N + tiles.column, full);
         }
-    // Nobody leaves while its neighbours may still release slots here. What they load here has been waited for.
-    for (int slot = 0; CLUSTER > 1 && slot < STAGES; slot++, ring.step())
-        barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
 }
 
 // ---- BESIDE: blocks that take 1/RMS, and the warp of every other block that fetches it ----------------------------
@@ -359,14 +330,14 @@ __device__ __forceinline__ void consume(Shared& shared, int consumer, const Tens
             if (NORM == INSIDE) squares.load(slabs);
             if (before >= 0) {
                 wgmma_wait<1>();  // the step before has been multiplied; this one stays in flight
-                release_slot(&shared.empty[before]);
+                release(&shared.empty[before]);
             }
             if (NORM == INSIDE) squares.add();
             before = ring.slot;
             ring.step();
         }
         wgmma_wait<0>();
-        release_slot(&shared.empty[before]);
+        release(&shared.empty[before]);
         if (NORM == INSIDE) {
             squares.finish(shared.scale[0] + first, problem);
             sync_warpgroup(1 + consumer);
@@ -399,7 +370,7 @@ extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < STAGES; slot++) {
             barrier_init(&shared.full[slot], 1);
-            barrier_init(&shared.empty[slot], 4 * CONSUMERS * CLUSTER);
+            barrier_init(&shared.empty[slot], 4 * CONSUMERS);
         }
         for (int buffer = 0; buffer < 2; buffer++) {
             barrier_init(&shared.scale_full[buffer], 1);
@@ -408,7 +379,6 @@ extern "C" __global__ void __maxnreg__(LAUNCH_REGISTERS)
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (CLUSTER > 1) sync_cluster_barriers();  // the neighbours' are there too
     if (warpgroup == 0) {
         if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == 0)

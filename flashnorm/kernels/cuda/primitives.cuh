@@ -44,16 +44,6 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 
-// At the barrier that lies in another block of the cluster, or in this one, where `own` lies in this one. It tells only
-// that something has been read. For what was written it would take `.release.cluster`, which the compiler makes a fence
-// for the whole GPU, and `.acquire.cluster` where it is waited for, which empties the L1.
-__device__ __forceinline__ void barrier_arrive_at(u64* own, u32 rank) {
-    asm volatile(
-        "{ .reg .u32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(address(own)), "r"(rank) : "memory");
-}
-
 // Until the loads from which `value` was made have come. Nothing else keeps the copy engine from overwriting what they have
 // yet to read: an arrival at a barrier takes another way through the multiprocessor than loads from shared memory, and
 // passes those that are held up behind another kernel's. So an instruction that uses what was loaded has to come between;
@@ -103,17 +93,6 @@ __device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int co
         "l"(map), "r"(column), "r"(row), "r"(address(barrier)) : "memory");
 }
 
-// To the same place in the first `BLOCKS` blocks of the cluster, each of whose barriers counts the bytes. They leave the
-// L2 once.
-template <int BLOCKS>
-__device__ __forceinline__ void load_tile_to_cluster(void* to, const TensorMap* map, int column, int row,
-                                                     u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3}], [%4], %5;" ::"r"(address(to)),
-        "l"(map), "r"(column), "r"(row), "r"(address(barrier)), "h"((u16)((1 << BLOCKS) - 1)) : "memory");
-}
-
 __device__ __forceinline__ void prefetch_tile(const TensorMap* map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
                  : "memory");
@@ -150,11 +129,6 @@ __device__ __forceinline__ u64 descriptor(const void* tile) {
 // All threads of a cluster's blocks meet. What each has written to shared memory, all may read.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The same for barriers alone, after `fence.mbarrier_init.release.cluster` where they were made.
-__device__ __forceinline__ void sync_cluster_barriers() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // What lies in another block of the cluster where `own` lies in this one.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -37,46 +36,28 @@ def tma_gemm(
     (M, K), N = x.shape, out.shape[1]
     kernel = _kernel(config, x.dtype, activation, x.device)
     width = config.block_n // (2 if activation else 1)
-    # In a cluster each block loads its part of the rows, whether they are inside of x or not.
-    x_rows = min(config.block_m, M) if config.cluster == 1 else config.block_m // config.cluster
-    plan = plan_of(config, M, -(-N // width), kernel.multiprocessors)
+    x_rows = min(config.block_m, M)
+    tiles = -(-M // config.block_m) * -(-N // width)
+    beside = config.beside if config.norm == "beside" else 0
     stream = torch.cuda.current_stream(x.device)
-    scale = torch.empty(M if plan.beside else 0, dtype=torch.float32, device=x.device)
-    fetched = counters(stream).data_ptr() if plan.beside else 0
+    scale = torch.empty(M if beside else 0, dtype=torch.float32, device=x.device)
+    fetched = counters(stream).data_ptr() if beside else 0
+    blocks = beside + min(kernel.multiprocessors - beside, tiles)
     launch(
         kernel.function,
-        Grid(plan.blocks, _WARPGROUP * (1 + config.consumers), kernel.shared, cluster=config.cluster),
+        Grid(blocks, _WARPGROUP * (1 + config.consumers), kernel.shared),
         (
             tensor_map(x, x_rows, BLOCK_K),
             tensor_map(weight, width, BLOCK_K),
             tensor_map(out, 64, stored_columns(width)),
             tensor_map(x, config.rows, BLOCK_K),
             ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
-            struct.pack("iiifiiii", M, N, K, eps, config.group, config.prefetch, x_rows, plan.beside)
-            + struct.pack("QQQi", scale.data_ptr(), fetched + 4, fetched, plan.span)
+            struct.pack("iiifiiii", M, N, K, eps, config.group, config.prefetch, x_rows, beside)
+            + struct.pack("QQQi", scale.data_ptr(), fetched + 4, fetched, _span(M, config.block_m, -(-tiles // blocks)))
             + bytes(4),
         ),
         stream.cuda_stream,
     )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Blocks of the grid, the first of them that take 1/RMS, and the rows that share a counter of those taken."""
-
-    blocks: int
-    beside: int
-    span: int
-
-
-def plan_of(config: TmaGemm, m: int, columns: int, multiprocessors: int) -> Plan:
-    """How (m, K) x and so many columns of tiles are shared out: whole clusters, each of which walks through as many
-    columns at once as it has blocks. The last ones may lie outside of the output."""
-    beside = config.beside if config.norm == "beside" else 0
-    assert beside % config.cluster == 0, f"{beside} blocks beside are no whole clusters of {config.cluster}"
-    tiles = -(-m // config.block_m) * -(-columns // config.cluster) * config.cluster
-    blocks = beside + min((multiprocessors - beside) // config.cluster * config.cluster, tiles)
-    return Plan(blocks, beside, _span(m, config.block_m, -(-tiles // blocks)))
 
 
 def _span(m: int, block_m: int, waves: int) -> int:
@@ -101,6 +82,5 @@ def source(config: TmaGemm, dtype: torch.dtype, activation: str | None = None) -
         "STAGES": config.stages,
         "NORM": config.norm.upper(),
         "ROWS": config.rows,
-        "CLUSTER": config.cluster,
     }
     return kernels.source(("deferred",), macros, dtype, activation, wgmma_source(config.block_n, kernels.HALF[dtype]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashnorm.errors import KernelError
-from flashnorm.kernels.configs import Skinny, Streamed, TmaGemm, from_dict, to_dict
+from flashnorm.kernels.configs import Skinny, Streamed, TmaGemm
 from flashnorm.kernels.cuda.memory import SHARED_MEMORY, skinny_bytes, streamed_bytes, tma_gemm_bytes
 from flashnorm.kernels.cuda.wgmma import wgmma_source
 from flashnorm.kernels.decode.shapes import AttentionShape, QkNorm, StepShape
@@ -54,44 +54,12 @@ def with_size(text: str, last: str, size: int) -> str:
         TmaGemm(128, 256, 2, 4, "inside"),
         TmaGemm(256, 112, 2, 4, "inside"),
         TmaGemm(128, 240, 2, 3, "none"),
-        TmaGemm(64, 48, 1, 14, "beside", cluster=2),
-        TmaGemm(128, 96, 2, 7, "beside", cluster=2),
-        TmaGemm(128, 256, 2, 4, "inside", cluster=2),
-        TmaGemm(256, 112, 2, 4, "inside", cluster=2),
-        TmaGemm(128, 240, 2, 3, "none", cluster=2),
     ],
 )
 def test_the_gemm_compiles_and_fits_its_shared_memory(config, activation, dtype):
     aligning = 1024
     size = tma_gemm_bytes(config, gated=activation is not None) - aligning
     assert compiler.cubin(with_size(tma_gemm.source(config, dtype, activation), "scale_empty", size), "sm_90a")
-
-
-@pytest.mark.parametrize(
-    ("config", "columns", "plan"),
-    [
-        (TmaGemm(128, 96, 2, 7, "beside", 4), 64, (132, 4)),
-        (TmaGemm(128, 96, 2, 7, "beside", 4, cluster=2), 64, (132, 4)),
-        (TmaGemm(128, 96, 2, 7, "beside", 3), 7, (17, 3)),
-        (TmaGemm(128, 96, 2, 7, "beside", 4, cluster=2), 7, (20, 4)),  # each row of tiles has one outside of the output
-        (TmaGemm(128, 96, 2, 7, "none", 3, cluster=2), 1, (4, 0)),  # none are beside
-        (TmaGemm(128, 96, 2, 7, "inside", cluster=2), 1000, (132, 0)),
-    ],
-)
-def test_the_gemm_runs_in_whole_clusters(config, columns, plan):
-    found = tma_gemm.plan_of(config, 256, columns, 132)
-    assert (found.blocks, found.beside) == plan
-    assert tma_gemm.plan_of(config, 256, columns, 131).blocks % config.cluster == 0
-
-
-def test_part_of_a_cluster_cannot_be_beside():
-    with pytest.raises(AssertionError, match="3 blocks beside are no whole clusters of 2"):
-        tma_gemm.plan_of(TmaGemm(128, 96, 2, 7, "beside", 3, cluster=2), 256, 64, 132)
-
-
-def test_a_table_without_clusters_means_none():
-    assert from_dict({"family": "tma_gemm", "block_m": 64}) == TmaGemm(64, cluster=1)
-    assert from_dict(to_dict(TmaGemm(cluster=2))) == TmaGemm(cluster=2)
 
 
 @pytest.mark.parametrize(
@@ -256,64 +224,18 @@ def test_the_instruction_names_every_register_once(columns):
     assert f"m64n{columns}k16.f32.bf16.bf16" in text
 
 
-def disassembled(text: str, folder: Path) -> list[str]:
-    """The machine code of a source, one instruction a line."""
+def overtaking(text: str, folder: Path) -> list[str]:
+    """The consumers' arrivals, in machine code, with loads in front of them and no use of what those loaded between."""
     knobs = pytest.importorskip("triton", reason="Triton brings the disassembler").knobs
     code = folder / "kernel.cubin"
     code.write_bytes(compiler.cubin(text, "sm_90a"))
-    done = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("norm", ["beside", "inside", "none"])
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_only_clusters_share_x_and_need_no_fence_for_it(cluster, norm, activation, tmp_path):
-    config = TmaGemm(128, 96, 2, 6, norm, cluster=cluster)
-    lines = disassembled(tma_gemm.source(config, torch.bfloat16, activation), tmp_path)
-    for sign in ("UTMALDG.2D.MULTICAST", "UCGABAR_WAIT", "SYNCS.ARRIVE.TRANS64.RED"):  # the last at another block
-        assert any(sign in line for line in lines) == (cluster == 2), sign
-    assert not any("MEMBAR.ALL.GPU" in line for line in lines if norm != "beside")
-
-
-def unused_at_release(lines: list[str]) -> list[str]:
-    """Loads of x for the sum of its squares that nothing has used when their step's slot is handed back, which is at
-    the second arrival behind them: the first is that of the step before."""
-    found = []
-    for at, line in enumerate(lines):
-        if not (load := re.search(r"LDS\.128 R(\d+),", line)):
-            continue
-        loaded, arrivals = {f"R{int(load[1]) + i}" for i in range(4)}, 0
-        for later in lines[at + 1 :]:
-            arrivals += "SYNCS.ARRIVE.TRANS64" in later
-            if loaded & set(re.findall(r"\bR\d+", later.partition(",")[2])):
-                break
-        if arrivals > 1:
-            found.append(line.strip())
-    return found
-
-
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("config", [TmaGemm(128, 256, 2, 4, "inside"), TmaGemm(256, 112, 2, 4, "inside")])
-def test_the_gemm_hands_no_slot_back_before_its_squares_are_taken(config, cluster, tmp_path):
-    text = tma_gemm.source(replace(config, cluster=cluster), torch.bfloat16)
-    lines = disassembled(text, tmp_path)
-    assert any("LDS.128" in line for line in lines)
-    assert unused_at_release(lines) == []
-    early = "release_slot(&shared.empty[before]);\n            }"
-    assert early in text
-    assert unused_at_release(disassembled(text.replace(early, early[:-1] + early), tmp_path))
-
-
-def overtaking(text: str, folder: Path) -> list[str]:
-    """The consumers' arrivals, in machine code, with loads in front of them and no use of what those loaded between."""
-    lines = disassembled(text, folder)
+    disassembled = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", code], capture_output=True, text=True, check=True)
     on_the_way, found = False, []
-    for line in lines:
+    for line in disassembled.stdout.splitlines():
         on_the_way = "LDS.128" in line or (on_the_way and "PMTRIG" not in line)
         if "SYNCS.ARRIVE.TRANS64.A1T0" in line and on_the_way:
             found.append(line.strip())
-    assert any("SYNCS.ARRIVE.TRANS64.A1T0" in line for line in lines)
+    assert "SYNCS.ARRIVE.TRANS64.A1T0" in disassembled.stdout
     return found
 
 
