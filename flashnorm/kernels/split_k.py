@@ -79,7 +79,8 @@ def _reduce_kernel(
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        values = tl.load(x + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        # Before the wait: past the L1, which may hold what an earlier step had there.
+        values = tl.load(x + m * x_stride + k, mask=k < K, other=0.0, cache_modifier=".cg").to(tl.float32)
         squares += values * values
     scale = tl.math.rsqrt(tl.sum(squares, 0) / K + eps)
     if PDL:

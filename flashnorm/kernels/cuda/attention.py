@@ -42,7 +42,12 @@ class Form:
 def takes(qkv: Tensor, keys: Tensor, shape: AttentionShape) -> bool:
     """Whether the kernel runs on the device of these tensors, for their dtype and shape."""
     sharing = shape.heads // shape.kv_heads
-    fits = sharing <= _MOST_SHARING and sharing * shape.head_dim <= _MOST_CHANNELS and shape.head_dim % _EIGHT == 0
+    fits = (
+        shape.heads % shape.kv_heads == 0
+        and sharing <= _MOST_SHARING
+        and sharing * shape.head_dim <= _MOST_CHANNELS
+        and shape.head_dim % _EIGHT == 0
+    )
     return fits and qkv.dtype == keys.dtype and qkv.dtype in kernels.HALF and cuda_runs(qkv.device)
 
 
@@ -64,8 +69,15 @@ def attention(
     *,
     early: bool = False,
 ) -> None:
-    """The same as `decode.attention.decode_attention`, for what it `takes`. Gains and tables: fp32, contiguous."""
+    """The same as `decode.attention.decode_attention`, for what it `takes`. Gains and tables: fp32, contiguous.
+
+    `qkv`, `out`: rows of 16-bit floats, each contiguous; `keys`, `values`: a key head's tokens follow each other, and
+    each head begins at a multiple of 16 bytes. `early`: all but `qkv` was complete when the kernel in front began.
+    """
     assert all(table.is_contiguous() for table in tables or ())
+    assert all(tensor.stride(-1) == 1 for tensor in (qkv, keys, values, out))
+    assert keys.stride() == values.stride()
+    assert keys.stride(2) == shape.head_dim
     form = form_of(qkv, shape, splits_for(len(qkv), shape.kv_heads))
     kernel = _kernel(form, qkv.device)
     launch(

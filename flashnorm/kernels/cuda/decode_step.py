@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -19,6 +19,7 @@ from flashnorm.kernels.decode.shapes import StepShape
 _WARP, _EIGHT = 32, 8
 _WARPS, _COLUMNS = 8, 2048
 _PIECES = 8  # of rows, in a slot
+_BLOCKS = 132  # of an H200
 _MOST_SHARING = 8  # query heads of one key head
 _MOST_COLUMNS = 4096  # of a piece: a warp keeps its part of them in registers
 _MOST_CHANNELS = 2048  # of the query heads of one key head: a lane mixes two of every 64
@@ -77,8 +78,8 @@ class Ends:
 class Settings:
     """How the kernel is laid out: consuming warps, columns of a piece of a row (more only where eight pieces of a row
     have more), the ring, slots that are asked for at once, slots that are asked into the L2 while the ring is full,
-    cycles between KiBs that a block asks of memory, tokens of the cache that are worth a block; and whether it counts
-    what it waits for, which costs a little."""
+    cycles between KiBs that a block asks of memory, and that it asks into the L2, tokens of the cache that are worth a
+    block; and whether it counts what it waits for, which costs a little."""
 
     warps: int
     columns: int
@@ -86,6 +87,7 @@ class Settings:
     on_the_way: int = 3
     ahead: int = 4
     pace: int = 50
+    ahead_pace: int = 88
     stretch: int = 64
     timed: bool = False
 
@@ -158,7 +160,17 @@ def refusal(shape: StepShape, device: torch.device) -> str | None:
 
 def settings_for(shape: StepShape) -> Settings:
     """The layout that was fastest for shapes of 0.1 to 8 billion parameters."""
-    return settings(shape, _WARPS, _COLUMNS)
+    found = settings(shape, _WARPS, _COLUMNS)
+    if _layer_bytes(shape) > _BLOCKS * found.ring.slot * found.ring.stages:
+        return found
+    return replace(found, ahead=0, stretch=found.stretch // 2)  # the ring is ahead enough; waits are all there is
+
+
+def _layer_bytes(shape: StepShape) -> int:
+    """Of the weights."""
+    attended = shape.heads * shape.head_dim
+    kept = 2 * shape.kv_heads * shape.head_dim
+    return 2 * shape.hidden * (2 * attended + kept + (3 if shape.gated else 2) * shape.inner)
 
 
 def settings(shape: StepShape, warps: int, columns: int) -> Settings:
@@ -190,6 +202,7 @@ def source(shape: StepShape, settings: Settings) -> str:
         "AHEAD": settings.ahead,
         "STRETCH": settings.stretch,
         "PACE": settings.pace,
+        "AHEAD_PACE": settings.ahead_pace,
         "TIMED": int(settings.timed),
     }
     assert shape.activation in ACTIVATIONS

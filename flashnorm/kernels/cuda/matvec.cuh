@@ -87,72 +87,46 @@ struct Part {
     }
 };
 
-// This lane's part of a slot.
-template <int WIDTH>
-struct Pack {
-    typedef Form<WIDTH> By;
-    uint4 w[By::blocks];
-    u32 read = 0;  // of every load
-
-    __device__ __forceinline__ Pack(Ring& ring, const Cursor& at) {
-        const int piece = threadIdx.x % WARP / 4;
-        const u16* weights = (const u16*)await(ring, at) + piece * By::columns;
-#pragma unroll
-        for (int i = 0; i < By::blocks; i++) {
-            w[i] = eight_of<WIDTH>(weights, piece, i);
-            read ^= w[i].x;
-        }
-    }
-
-    // The sum of a row's products, in the lane that finds it. Where REST, the input is x + rest.
-    template <int COUNT, int REST>
-    __device__ __forceinline__ float times(const Part<COUNT>& x, const Part<REST>& rest) const {
-        constexpr int CHAINS = 4 / By::sets;  // of instructions that wait for each other
-        float c[By::sets][CHAINS][4] = {};
-#pragma unroll
-        for (int i = 0; i < By::parts; i++) {
-            auto& chain = c[i / By::blocks][i % By::blocks % CHAINS];
-            multiply(chain, w[i % By::blocks], x.eights[i].x, x.eights[i].y);
-            if (REST) multiply(chain, w[i % By::blocks], rest.eights[i].x, rest.eights[i].y);
-        }
-        const bool second = By::sets == 2 && threadIdx.x % WARP >= WARP / 2;
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < CHAINS; i++)
-            sum += second ? c[By::sets - 1][i][0] + c[By::sets - 1][i][3] : c[0][i][0] + c[0][i][3];
-        // Lanes 0, 5, 10, 15, 16, 21, 26 and 31 have found the pieces of a row, if those are eight.
-        if (By::pieces() > 1) sum += __shfl_xor_sync(~0u, sum, 5);
-        if (By::pieces() > 2) sum += __shfl_xor_sync(~0u, sum, 10);
-        if (By::pieces() > 4) sum += __shfl_xor_sync(~0u, sum, 16);
-        return sum;
-    }
-};
-
-// The sums of up to GROUP outputs, left in shared memory by warp. Two slots at a time: one's loads wait beside the other's.
+// The sums of up to GROUP outputs, left in shared memory by warp. Where REST, inputs are x + rest.
 template <int WIDTH, int COUNT, int REST>
 __device__ __forceinline__ void sum_rows(
     Ring& ring, Cursor& at, float (&to)[WARPS][2 * GROUP + WARP / WARPS], const Part<COUNT>& x, const Part<REST>& rest,
     int count, int parts) {
     typedef Form<WIDTH> By;
-    const int lane = threadIdx.x % WARP, piece = lane / 4;
+    constexpr int CHAINS = 4 / By::sets;  // of instructions that wait for each other
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, piece = lane / 4;
     const bool finds = lane % 4 == piece % By::classes % 4 && piece % By::pieces() == 0;  // the sum of a row
-    float* sums = &to[threadIdx.x / WARP][piece / By::pieces()];
-    const int apart = parts == 2 ? GROUP : By::rows, stride = parts == 2 ? By::rows : 2 * By::rows;
-    int row = 0;
+    float* sums = &to[warp][piece / By::pieces()];
 #pragma unroll 1
-    for (; row + (parts == 2 ? 0 : By::rows) < count; row += stride) {
-        Cursor next = at;
-        next.advance();
-        const Pack<WIDTH> one(ring, at), other(ring, next);
-        const float first = one.times(x, rest);
-        done(ring, at, one.read);
-        const float second = other.times(x, rest);
-        done(ring, at, other.read);
-        if (finds) sums[row] = first, sums[row + apart] = second;
-    }
-    if (row >= count) return;
-    const Pack<WIDTH> last(ring, at);
-    const float sum = last.times(x, rest);
-    done(ring, at, last.read);
-    if (finds) sums[row] = sum;
+    for (int row = 0; row < count; row += By::rows)
+#pragma unroll 1
+        for (int part = 0; part < parts; part++) {
+            const u16* weights = (const u16*)await(ring, at) + piece * By::columns;
+            uint4 w[By::blocks];
+            u32 read = 0;
+#pragma unroll
+            for (int i = 0; i < By::blocks; i++) {
+                w[i] = eight_of<WIDTH>(weights, piece, i);
+                read ^= w[i].x;
+            }
+            float c[By::sets][CHAINS][4] = {};
+#pragma unroll
+            for (int i = 0; i < By::parts; i++) {
+                auto& chain = c[i / By::blocks][i % By::blocks % CHAINS];
+                multiply(chain, w[i % By::blocks], x.eights[i].x, x.eights[i].y);
+                if (REST) multiply(chain, w[i % By::blocks], rest.eights[i].x, rest.eights[i].y);
+            }
+            done(ring, at, read);
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < CHAINS; i++) {
+                const bool second = By::sets == 2 && piece >= 4;
+                sum += second ? c[By::sets - 1][i][0] + c[By::sets - 1][i][3] : c[0][i][0] + c[0][i][3];
+            }
+            // Lanes 0, 5, 10, 15, 16, 21, 26 and 31 have found the pieces of a row, if those are eight.
+            if (By::pieces() > 1) sum += __shfl_xor_sync(~0u, sum, 5);
+            if (By::pieces() > 2) sum += __shfl_xor_sync(~0u, sum, 10);
+            if (By::pieces() > 4) sum += __shfl_xor_sync(~0u, sum, 16);
+            if (finds) sums[part * GROUP + row] = sum;
+        }
 }

@@ -181,5 +181,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 2)
     __syncwarp();
     sync_cluster();
     if (threadIdx.x < THREADS) finish(shared, problem);
+    __syncwarp();
     if (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }

@@ -209,7 +209,6 @@ struct Consumer {
         fetch_layer(0);
         sync_consumers();
         u32 joined = epoch;
-        Attending attending(shared.layers[0], place.position);
 #pragma unroll 1
         for (int i = 0; i <= 4 * step.layers; i++) {
             const Linear linear = linear_of(step, i);
@@ -221,7 +220,7 @@ struct Consumer {
             // A block without outputs of a linear must not wait for its inputs: nobody waits for such a block, and the
             // words could be those of the next layer when it comes.
             if (linear == FROM_ATTENTION) {
-                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, attending, epoch);
+                attend(shared.ring, at, shared.heads, shared.mixed, step, words, layer, place, epoch);
                 if (share.count) take_pairs<ATTENDED>(words.attended(), epoch);
             } else if (linear == DOWN) {
                 if (share.count) take_pairs<INNER>(words.inner(), epoch);

@@ -1,8 +1,9 @@
 // What a block reads of weights and cache in one step, in the order in which it does: the producing thread's view.
 //
 // Memory is asked at a steady pace, a block's share of its speed: whoever asks for more at once makes the others wait, and
-// all wait for the slowest. While the ring is full, what comes behind it is asked into the L2.
-// Macros: AHEAD (slots behind the ring, at most), PACE (cycles per KiB), HIDDEN, INNER, GATED.
+// all wait for the slowest. While the ring is full, what comes behind it is asked into the L2, more slowly: blocks then wait
+// for each other, and their small reads for the memory.
+// Macros: AHEAD (slots behind the ring, at most), PACE, AHEAD_PACE (cycles per KiB), HIDDEN, INNER, GATED.
 
 enum Linear { TO_QKV, FROM_ATTENTION, UP, DOWN, HEAD };  // in the order in which a step takes them, but for the last
 
@@ -108,11 +109,11 @@ __device__ __forceinline__ void produce(Ring& ring, const Step& step, const Shar
     int lead = 0;        // slots by which `ahead` is in front
     long long free = 0;  // when memory may be asked again
     Chunk chunk, later;
-    const auto take_turn = [&](u32 bytes) { free = max(free, clock64()) + (bytes >> 10) * PACE; };
+    const auto take_turn = [&](u32 bytes, u32 pace) { free = max(free, clock64()) + (bytes >> 10) * pace; };
     const auto look_ahead = [&] {
         if (lead == AHEAD || clock64() < free || !ahead.next(later)) return;
         later.prefetch();
-        take_turn(later.all());
+        take_turn(later.all(), AHEAD_PACE);
         lead++;
     };
 #pragma unroll 1
@@ -125,7 +126,7 @@ __device__ __forceinline__ void produce(Ring& ring, const Step& step, const Shar
         } else {
             if (AHEAD) ahead.next(later);
             while (clock64() < free) {}
-            take_turn(chunk.all());
+            take_turn(chunk.all(), PACE);
         }
         chunk.load(filler);
     }

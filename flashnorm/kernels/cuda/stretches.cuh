@@ -12,15 +12,17 @@ struct Place {
     int slot, token, position;
 };
 
-// How a layer's tokens are shared out: `count` stretches of each key head, of `share` tokens.
+// How a layer's tokens are shared out: `count` stretches of each key head, of `share` tokens; and `pairs` of the outputs'
+// channels, which each of their blocks joins.
 struct Spread {
-    int count, share;
+    int count, share, pairs;
 
     __device__ __forceinline__ Spread(const Layer& layer, int position) {
         const int seen = layer.rules.seen(position), most = max(1, (int)gridDim.x / KV_HEADS);
         count = seen / STRETCH + 1, share = STRETCH;
-        // The quotient's error is far less than a half of one in `most` while tokens number less than a million.
+        // Quotients, rounded down, of less than a million: their error is far less than the half that is added.
         if (count > most) count = most, share = (int)__fdividef(seen + 0.5f, most) + 1;
+        pairs = (int)__fdividef(PAIRS - 0.5f, count) + 1;
     }
 };
 
@@ -94,32 +96,32 @@ struct Joining {
     }
 };
 
-// The block's channels, joined over all stretches: its number's pair, and every one so many stretches behind it.
-__device__ __forceinline__ void join_stretches(const Words& to, const Stretch& own, int stretches, u32 epoch) {
-    constexpr int AT_A_TIME = THREADS / JOINING, STRIDE = KV_HEADS * PART_WORDS;
-    const int lane = threadIdx.x % JOINING, behind = threadIdx.x / JOINING;
+// The block's channels, joined over all stretches. They follow each other, for what blocks write to the same few bytes,
+// which others poll, is slow to be seen.
+__device__ __forceinline__ void join_stretches(const Words& to, const Stretch& own, const Spread& spread, u32 epoch) {
+    constexpr int STRIDE = KV_HEADS * PART_WORDS;
+    const int lane = threadIdx.x % JOINING, first = own.number * spread.pairs, stop = min(first + spread.pairs, PAIRS);
     const u64* parts = to.parts() + own.head * PART_WORDS + lane * STRIDE;
 #pragma unroll 1
-    for (int first = own.number + threadIdx.x / WARP * (WARP / JOINING) * stretches; first < PAIRS;
-         first += AT_A_TIME * stretches) {
-        const int pair = first + behind % (WARP / JOINING) * stretches;
+    for (int begun = first + threadIdx.x / WARP * (WARP / JOINING); begun < stop; begun += THREADS / JOINING) {
+        const int pair = begun + threadIdx.x % WARP / JOINING;
         Joining joining;
 #pragma unroll 1
-        for (int stretch = 0; stretch < stretches; stretch += 2 * JOINING) {
-            const int left = pair < PAIRS ? stretches - stretch - lane : 0;
+        for (int stretch = 0; stretch < spread.count; stretch += 2 * JOINING) {
+            const int left = pair < stop ? spread.count - stretch - lane : 0;
             const u64* words = parts + stretch * STRIDE;
             joining.receive_two(words + 2 * pair, words + ELEMENTS + pair / HEAD_PAIRS * 2, JOINING * STRIDE,
                                 (left > 0) + (left > JOINING), stretch > 0, epoch);
         }
         joining.join();
-        if (pair < PAIRS && lane == 0) put_word(to.attended() + own.head * PAIRS + pair, joining.sums.mean(), epoch);
+        if (pair < stop && lane == 0) put_word(to.attended() + own.head * PAIRS + pair, joining.sums.mean(), epoch);
     }
 }
 
 // What the block has seen: to the words of attention's outputs, where that is all; or to those of its stretch.
 __device__ __forceinline__ void publish(
-    const Heads& heads, const Mixed& mixed, const Words& to, const Stretch& own, int stretches, u32 epoch) {
-    if (stretches == 1) {
+    const Heads& heads, const Mixed& mixed, const Words& to, const Stretch& own, const Spread& spread, u32 epoch) {
+    if (spread.count == 1) {
 #pragma unroll 1
         for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
             const float total = total_of_warps(heads, pair / HEAD_PAIRS);
@@ -137,44 +139,27 @@ __device__ __forceinline__ void publish(
         put_word(part + ELEMENTS + 2 * head, __float_as_uint(heads.highest[head]), epoch);
         put_word(part + ELEMENTS + 2 * head + 1, __float_as_uint(total_of_warps(heads, head)), epoch);
     }
-    join_stretches(to, own, stretches, epoch);
+    join_stretches(to, own, spread, epoch);
 }
-
-// What a block has to know of its part in a layer's attention. Most layers are like the one before.
-struct Attending {
-    int window;
-    const float* cos;
-    Spread spread;
-    Stretch first;
-    Angles angles;
-
-    __device__ __forceinline__ Attending(const Layer& layer, int position)
-        : window(layer.rules.window), cos(layer.rules.cos), spread(layer, position),
-          first(layer, position, spread, blockIdx.x), angles(layer.rules, position) {}
-
-    __device__ __forceinline__ void follow(const Layer& layer, int position) {
-        if (layer.rules.window != window || layer.rules.cos != cos) *this = Attending(layer, position);
-    }
-};
 
 // This block's part of a layer's attention, from the words of q, k and v to the words of its outputs, in pairs.
 __device__ __forceinline__ void attend(
     Ring& ring, Cursor& at, Heads& heads, Mixed& mixed, const Step& step, const Words& words, const Layer& layer,
-    const Place& place, Attending& attending, u32 epoch) {
-    attending.follow(layer, place.position);
-    const Spread spread = attending.spread;
+    const Place& place, u32 epoch) {
+    const Spread spread(layer, place.position);
+    if (blockIdx.x >= KV_HEADS * spread.count) return;
+    const Angles angles(layer.rules, place.position);
 #pragma unroll 1
     for (int index = blockIdx.x; index < KV_HEADS * spread.count; index += gridDim.x) {
-        const bool first = index == blockIdx.x;
-        const Stretch own = first ? attending.first : Stretch(layer, place.position, spread, index);
+        const Stretch own(layer, place.position, spread, index);
         const bool fresh = own.number == 0;
         timed(ring, FOR_WORDS, [&] {
-            prepare_heads(heads, layer.rules, attending.angles, own.head, fresh, [&](int row, float (&pairs)[LANE_PAIRS][2]) {
+            prepare_heads(heads, layer.rules, angles, own.head, fresh, [&](int row, float (&pairs)[LANE_PAIRS][2]) {
                 receive_head(pairs, words.qkv() + row * HEAD_DIM, epoch);
             });
         });
         attend_tokens(ring, at, heads, mixed, layer.rules, own.span.stop - own.span.start, fresh);
-        publish(heads, mixed, words, own, spread.count, epoch);
+        publish(heads, mixed, words, own, spread, epoch);
         const long long here = cached(step, place, own.head, place.position);
 #pragma unroll 1
         for (int i = threadIdx.x; fresh && i < HEAD_DIM; i += THREADS) {
