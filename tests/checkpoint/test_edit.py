@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flashnorm.checkpoint import edit as module
@@ -74,6 +74,7 @@ def test_dividing_by_the_gain_comes_back_within_one_unit(dtype, seed, exponent):
     weight = random(64, 16, dtype=dtype, seed=seed)
     gain = (random(16, seed=seed + 1) * 2.0 ** (exponent / 4)).to(dtype).float()
     gain[gain == 0] = 1
+    assume(not ((weight.double() * gain).to(dtype)[weight != 0] == 0).any())  # too many of those are refused
     folded = scaled(weight, Scale(1, gain))
     restored = scaled(folded, Scale(1, gain, divide=True))
     normal = folded.abs() >= torch.finfo(dtype).smallest_normal
